@@ -1,0 +1,1 @@
+"""Evaluation prompts, acceptance metrics, reports."""

@@ -1,0 +1,169 @@
+"""Hydra glue: absolute conf path, argv spellings, typed config with plug-in options, one-message errors, next command."""
+
+import importlib
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dflash_train import config as configs
+from dflash_train.util.errors import UserError
+from dflash_train.util.log import say
+
+ROOT = Path(__file__).resolve().parents[1]
+CONF_DIR = ROOT / "conf"
+RECIPES_DIR = ROOT / "data_recipes"
+STAGES = {
+    "mix": configs.MixRun,
+    "regenerate": configs.RegenerateRun,
+    "extract": configs.ExtractRun,
+    "train": configs.TrainRun,
+    "eval": configs.EvalRun,
+    "export": configs.ExportRun,
+    "plan": configs.PlanRun,
+}
+GROUPS = ("data", "target", "drafter", "extract", "store", "train", "zero", "eval", "hardware")
+
+
+def stage_command(stage: str) -> str:
+    """How a person starts the stage."""
+    return "deepspeed launch/train.py" if stage == "train" else f"python -m dflash_train.{stage}"
+
+
+def rewrite_argv(argv: list[str]) -> list[str]:
+    """Turn what people and launchers type into what Hydra takes.
+
+    Drops deepspeed's --local_rank in every spelling, turns `--method X` into `eval=X`, and `+group=x` into `group=x`
+    for groups that are already in the defaults list (both spellings are documented).
+    """
+    out, i = [], 0
+    while i < len(argv):
+        word = argv[i]
+        if re.fullmatch(r"--local[_-]rank", word):
+            i += 2
+            continue
+        if re.fullmatch(r"--local[_-]rank=.*", word):
+            i += 1
+            continue
+        if word == "--method":
+            if i + 1 >= len(argv):
+                raise UserError("--method", got="nothing", want="autoregressive | dflash | ddtree")
+            out.append(f"eval={argv[i + 1]}")
+            i += 2
+            continue
+        if word.startswith("--method="):
+            word = "eval=" + word.removeprefix("--method=")
+        match = re.fullmatch(r"\+(\w+)=(.*)", word)
+        out.append(f"{match[1]}={match[2]}" if match and match[1] in GROUPS else word)
+        i += 1
+    return out
+
+
+def register_recipes() -> None:
+    """Every data_recipes/<name>.yaml is `data=<name>`."""
+    for path in sorted(RECIPES_DIR.glob("*.yaml")):
+        ConfigStore.instance().store(group="data", name=path.stem, node=OmegaConf.load(path))
+
+
+def plugin(table: dict[str, str], kind: str, field: str):
+    """The module behind a plug-in name. Raises UserError listing what exists."""
+    if kind not in table:
+        raise UserError(field, got=kind, want=" | ".join(table))
+    return importlib.import_module(table[kind])
+
+
+def _typed_options(node, table: dict[str, str], field: str) -> None:
+    """Second typed pass: `options` merged into the plug-in's Options, so an unknown key fails by its full name."""
+    module = plugin(table, node.kind, f"{field}.kind")
+    schema = OmegaConf.structured(module.Options)
+    try:
+        merged = OmegaConf.merge(schema, node.options)
+        node.options = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise _config_error(error, prefix=f"{field}.options.") from None
+
+
+def _config_error(error: OmegaConfBaseException, prefix: str = "") -> UserError:
+    key = error.full_key or error.key or "?"
+    first = str(error).strip().splitlines()[0]
+    known = ""
+    if getattr(error, "object_type", None) is not None and hasattr(error.object_type, "__dataclass_fields__"):
+        known = ", ".join(error.object_type.__dataclass_fields__)
+    return UserError(f"{prefix}{key}", got=first, want=f"one of: {known}" if known else None)
+
+
+def build_run(stage: str, cfg: DictConfig) -> configs.Run:
+    """Composed Hydra config -> typed, checked run config. Raises UserError naming the full key."""
+    from dflash_train.drafter import DRAFTERS
+    from dflash_train.store import STORES
+    from dflash_train.target import TARGETS
+
+    try:
+        run = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(STAGES[stage]), cfg))
+    except OmegaConfBaseException as error:
+        raise _config_error(error) from None
+    run.check()
+    for field, table in (("target", TARGETS), ("store", STORES), ("drafter", DRAFTERS)):
+        if hasattr(run, field):
+            _typed_options(getattr(run, field), table, field)
+    return run
+
+
+def next_command(stage: str, run: configs.Run, **changes: str) -> str:
+    """The command to type next, with those of this command's overrides that the next stage also has."""
+    fields = STAGES[stage].__dataclass_fields__
+    try:
+        typed = list(HydraConfig.get().overrides.task)
+    except ValueError:  # not started by Hydra (tests, one stage calling another)
+        typed = []
+    keep = []
+    for text in typed:
+        key = re.match(r"[~+]*([\w.]+)", text)[1]
+        if key.split(".")[0] in fields and key not in changes and key not in ("dry_run", "run_dir"):
+            keep.append(shlex.quote(text))
+    keep += [f"{key}={value}" for key, value in changes.items()]
+    return " ".join([stage_command(stage), *keep])
+
+
+def config_dict(run: configs.Run) -> dict:
+    """The resolved config as plain dicts, for provenance."""
+    return asdict(run)
+
+
+def main(stage: str, body: Callable[[configs.Run], int | None]) -> None:
+    """Run a stage as a command. Exit codes: 0 done, 1 failed on the way, 2 refused before any work."""
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    register_recipes()
+
+    @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=stage)
+    def entry(cfg: DictConfig) -> None:
+        run = build_run(stage, cfg)
+        code = body(run)
+        if code:
+            sys.exit(code)
+
+    try:
+        sys.argv[1:] = rewrite_argv(sys.argv[1:])
+        entry()
+    except UserError as error:
+        _fail(str(error))
+    except hydra.errors.HydraException as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        say("interrupted")
+        sys.exit(130)
+
+
+def _fail(message: str) -> None:
+    print(f"\n{message}", file=sys.stderr, flush=True)
+    sys.exit(2)

@@ -1,0 +1,1 @@
+"""Training machinery: DeepSpeed engine, learning-rate schedule, checkpoints."""

@@ -1,0 +1,1 @@
+"""Helpers with no knowledge of the project: files, logging, ranks, timing, provenance, packages."""

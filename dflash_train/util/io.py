@@ -1,0 +1,103 @@
+"""Files that are either whole or absent: atomic writes, JSON lines, checksums, byte counts."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dflash_train.util.errors import UserError
+
+
+@contextmanager
+def atomic_path(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary path in the same folder; on success it is fsynced and renamed to `path`, else removed."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with open(temporary, "rb") as f:
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_bytes(path: str | Path, data: bytes) -> None:
+    """Write `data` atomically."""
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def write_json(path: str | Path, value: object) -> None:
+    """Write `value` atomically as indented, key-sorted UTF-8 JSON."""
+    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    write_bytes(path, text.encode("utf-8"))
+
+
+def read_json(path: str | Path) -> dict:
+    """Read one JSON object. Raises UserError naming the file when it is missing or cut."""
+    try:
+        return json.loads(Path(path).read_text("utf-8"))
+    except FileNotFoundError:
+        raise UserError(str(path), got="no such file", want="a JSON file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(str(path), got=f"not valid JSON ({error})", fix="delete it and run its stage again") from None
+
+
+def json_line(value: object) -> str:
+    """One compact JSON line, keys in insertion order, newline included."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n"
+
+
+def write_jsonl(path: str | Path, rows: Iterable[dict]) -> int:
+    """Write rows atomically, one JSON object a line; returns their number."""
+    count = 0
+    with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8") as f:
+        for row in rows:
+            f.write(json_line(row))
+            count += 1
+        f.flush()
+    return count
+
+
+def read_jsonl(path: str | Path) -> Iterator[dict]:
+    """Yield the rows of a file this project wrote. Raises UserError naming file and line on a bad one."""
+    with open(path, encoding="utf-8") as f:
+        for number, line in enumerate(f, 1):
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(f"{path}:{number}", got=f"not valid JSON ({error})", want="one object a line") from None
+
+
+def sha256_file(path: str | Path) -> str:
+    """Hex sha256 of a file's bytes."""
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def free_bytes(path: str | Path) -> int:
+    """Free bytes on the file system that would hold `path` (which need not exist yet)."""
+    path = Path(path).absolute()
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def human_bytes(count: float) -> str:
+    """1536 -> '1.5 KB' (powers of 1000 as disks and buckets are sold)."""
+    for unit in ("B", "KB", "MB", "GB", "TB", "PB"):
+        if abs(count) < 1000 or unit == "PB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def cache_dir(*parts: str) -> Path:
+    """Folder for downloaded and converted files: $DFLASH_CACHE, else ~/.cache/dflash_train."""
+    root = os.environ.get("DFLASH_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "dflash_train")
+    return Path(root, *parts)
