@@ -147,8 +147,10 @@ def main(stage: str, body: Callable[[configs.Run], int | None]) -> None:
 
     @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=stage)
     def entry(cfg: DictConfig) -> None:
-        run = build_run(stage, cfg)
-        code = body(run)
+        try:
+            code = body(build_run(stage, cfg))
+        except UserError as error:  # here, not outside: Hydra would print a traceback first
+            _fail(str(error))
         if code:
             sys.exit(code)
 
@@ -158,10 +160,20 @@ def main(stage: str, body: Callable[[configs.Run], int | None]) -> None:
     except UserError as error:
         _fail(str(error))
     except hydra.errors.HydraException as error:
-        _fail(str(error))
+        _fail(f"{error}{_known_keys(stage, str(error))}")
     except KeyboardInterrupt:
         say("interrupted")
         sys.exit(130)
+
+
+def _known_keys(stage: str, message: str) -> str:
+    """For Hydra's "Could not override 'a.b'": what a has."""
+    match = re.search(r"Could not override '([\w.]+)'", message)
+    if not match or "." not in match[1]:
+        return ""
+    parent = match[1].rpartition(".")[0]
+    node = OmegaConf.select(OmegaConf.structured(STAGES[stage]), parent)
+    return f"\n{parent} has: {', '.join(node.keys())}" if isinstance(node, DictConfig) and len(node) else ""
 
 
 def _fail(message: str) -> None:

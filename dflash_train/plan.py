@@ -2,14 +2,16 @@
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
+import torch
 
-from dflash_train.config import Run
+from dflash_train import cli
+from dflash_train.config import PlanRun, Run
 from dflash_train.util.device import cuda_problem
-from dflash_train.util.io import free_bytes, human_bytes
+from dflash_train.util.io import free_bytes, human_bytes, read_json
 from dflash_train.util.log import say, table
 
 
@@ -61,3 +63,86 @@ def check_device(run: Run) -> Check:
     if run.hardware.device == "cpu" or (problem and run.hardware.device == "auto"):
         return Check("device", True, f"CPU, {os.cpu_count()} cores" + (f" ({problem})" if problem else ""))
     return Check("device", problem is None, problem or "GPU", "hardware=cpu")
+
+
+# ---------------------------------------------------------------- the command
+
+
+def hidden_bytes_per_token(num_layers: int, hidden_size: int, dtype: str, last_hidden: bool) -> int:
+    """Bytes one token takes in the store: L captured rows of the target's width (and the last hidden state)."""
+    return (num_layers + last_hidden) * hidden_size * {"bfloat16": 2, "float32": 4}[dtype]
+
+
+def planned_samples(run: PlanRun) -> tuple[int | None, str]:
+    """(number of samples, where that number comes from)."""
+    if run.samples is not None:
+        return run.samples, "samples=..."
+    manifest = run.mix_dir / "manifest.json"
+    if manifest.exists():
+        return read_json(manifest)["rows"]["train"], str(manifest)
+    if run.data.total is not None:
+        return min(run.data.total, run.limit or run.data.total), "data.total"
+    takes = [source.take for source in run.data.sources.values()]
+    if takes and None not in takes:
+        return min(sum(takes), run.limit or sum(takes)), "the sources' takes"
+    return None, "unknown until the mix is made"
+
+
+def drafter_parameters(run: PlanRun) -> int | None:
+    """Parameters of the drafter, or None where its sizes follow a target that is not known yet."""
+    needed = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "target_hidden_size")
+    sizes = replace(run.drafter, target_hidden_size=run.drafter.target_hidden_size or run.target.hidden_size)
+    if any(getattr(sizes, name) is None for name in needed):
+        return None
+    if sizes.target_layer_ids is None:
+        sizes = replace(sizes, target_layer_ids=run.extract.layer_ids or list(range(run.extract.num_taps)))
+    from dflash_train.drafter.dflash import DFlashDrafter  # here: every stage imports this file, few need the model
+
+    with torch.device("meta"):
+        return sum(p.numel() for p in DFlashDrafter(sizes).parameters())
+
+
+def plan_rows(run: PlanRun) -> list[list[str]]:
+    """The table: [what, how much, how it follows]."""
+    target, store = run.target, run.store
+    rows = []
+    if target.num_parameters:
+        size = target.num_parameters * {"bfloat16": 2, "float32": 4}[target.dtype]
+        rows.append(["target", f"{target.num_parameters:,} parameters", f"{human_bytes(size)} as {target.dtype}"])
+    parameters = drafter_parameters(run)
+    rows.append(["drafter", f"{parameters:,} parameters" if parameters else "follows the target",
+                 f"{human_bytes(parameters * 2)} as bfloat16" if parameters else "sizes are null: known once a store exists"])  # fmt: skip
+    if not target.hidden_size:
+        rows.append(["storage", "unknown", "target.hidden_size is null: known once the target is there"])
+        return rows
+    layers = len(run.extract.layer_ids or range(run.extract.num_taps))
+    per_token = hidden_bytes_per_token(layers, target.hidden_size, store.dtype, store.last_hidden)
+    rows.append(["hidden rows", f"{per_token:,} B a token",
+                 f"{layers} layers x {target.hidden_size} x {store.dtype}" + (" + last hidden" if store.last_hidden else "")])  # fmt: skip
+    samples, why = planned_samples(run)
+    if samples is None:
+        rows.append(["storage", "unknown", why])
+        return rows
+    total = per_token * run.tokens_per_sample * samples
+    rows.append(["tokens", f"{samples * run.tokens_per_sample:,.0f}", f"{samples:,} samples ({why}) x {run.tokens_per_sample:g}"])
+    rows.append(["storage", human_bytes(total), f"{human_bytes(per_token * run.tokens_per_sample)} a sample, "
+                 f"{max(1, round(total / store.shard_bytes)):,} shards of {human_bytes(store.shard_bytes)}"])  # fmt: skip
+    if store.kind == "local":
+        free = free_bytes(store.root)
+        limit = store.max_bytes or int(0.8 * free)
+        rows.append(["disk", f"{human_bytes(free)} free at {store.root}",
+                     "fits" if total <= limit else f"does not fit in {human_bytes(limit)}: fewer taps (extract.num_taps), "
+                     "limit=N, store=s3, or a larger disk (store.root)"])  # fmt: skip
+    return rows
+
+
+def main(run: PlanRun) -> None:
+    """Print what the run will take."""
+    table(f"plan: {run.data.name} on {run.target.name}", ["what", "how much", "how"], plan_rows(run))
+    if run.dry_run:
+        return
+    say("next: " + cli.next_command("mix", run))
+
+
+if __name__ == "__main__":
+    cli.main("plan", main)

@@ -1,0 +1,48 @@
+# The two commands a newcomer needs: `make demo` and `make test`. Both set up .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+PEERS := dflash==0.1.0 specforge==0.2.0 speculators==0.9.0 hs-connectors loguru
+
+.PHONY: help setup demo test test-slow check peers clean
+
+help:
+	@echo "make demo       the whole pipeline on a small real model (2 cores, no GPU: about 12 minutes after the download)"
+	@echo "make test       all CPU tests"
+	@echo "make test-slow  the slow tier as well"
+	@echo "make check      ruff and import-linter"
+	@echo "make peers      z-lab dflash, specforge and speculators into .peers/, for the tests that run their code"
+	@echo "make setup      .venv with everything (CPU torch where there is no GPU)"
+
+setup: $(STAMP)
+
+# torch first: what follows must find it, or pip fetches several GB of CUDA onto a machine without a GPU.
+$(STAMP): pyproject.toml cpu-constraints.txt launch/pick_torch.sh
+	@$(PYTHON) -c 'import sys; v=sys.version_info[:2]; sys.exit(0 if (3,11)<=v<(3,13) else f"Python 3.11 or 3.12 is needed, this is {sys.version.split()[0]}; try: make PYTHON=python3.12 $(MAKECMDGOALS)")'
+	@echo "setting up $(VENV): about 2 GB on disk without a GPU (two to three minutes), 6 GB with one"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@$(BIN)/python -m pip install --quiet $$(bash launch/pick_torch.sh)
+	@$(BIN)/python -m pip install --quiet $$(bash launch/pick_torch.sh --constraint) -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/python launch/demo.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m 'not gpu'
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-cache
+
+# Their pins clash with ours, so they live in a folder of their own that only tests/test_peers.py puts on its path.
+peers: $(STAMP)
+	@test -d .peers || $(BIN)/python -m pip install --quiet --no-deps --target .peers $(PEERS)
+
+clean:
+	rm -rf $(VENV) .peers runs
