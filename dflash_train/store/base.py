@@ -36,3 +36,6 @@ class ObjectStore(Protocol):
 
     def free_bytes(self) -> int | None:
         """Room left, or None where the store has no such limit."""
+
+    def drop_unfinished(self, older_than_s: float) -> int:
+        """Remove what interrupted writes left (temporary files, unfinished multipart uploads); returns how many."""
