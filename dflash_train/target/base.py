@@ -96,3 +96,53 @@ def check_layer_ids(layer_ids: tuple[int, ...], num_layers: int) -> None:
             got=list(layer_ids),
             want=f"0-based decoder layer ids within 0..{num_layers - 2} (the last layer is refused: ambiguous final norm)",
         )
+
+
+@dataclass(frozen=True)
+class WeightsStatus:
+    """Whether a target's weights can be had, found out without loading them. num_bytes: on disk once they are there."""
+
+    ok: bool
+    detail: str
+    fix: str = ""
+    download_bytes: int = 0
+    num_bytes: int = 0
+
+
+class _PassDone(Exception):
+    """Raised out of a hook after the last layer that is needed; never leaves `Taps`."""
+
+
+class Taps:
+    """Context manager that captures the residual stream after chosen decoder layers of the forward run inside it.
+
+    With `stop=True` the forward ends after the last of them (what follows in the `with` block is skipped).
+    """
+
+    def __init__(self, layers, layer_ids: tuple[int, ...], stop: bool = False):
+        self.layers, self.layer_ids = layers, layer_ids
+        self.stop_after = max(layer_ids) if stop else None
+        self.rows: dict[int, Tensor] = {}
+
+    def __enter__(self) -> "Taps":
+        self.handles = [self.layers[i].register_forward_hook(self._hook(i)) for i in set(self.layer_ids)]
+        return self
+
+    def __exit__(self, kind, error, trace) -> bool:
+        for handle in self.handles:
+            handle.remove()
+        return kind is _PassDone
+
+    def _hook(self, layer_id: int):
+        def hook(module, args, output):
+            self.rows[layer_id] = output[0] if isinstance(output, tuple) else output
+            if layer_id == self.stop_after:
+                raise _PassDone
+
+        return hook
+
+    def hidden(self) -> Tensor | None:
+        """Rows [..., L*H] in the order of layer_ids, duplicates kept; None without layer ids."""
+        if not self.layer_ids:
+            return None
+        return torch.cat([self.rows[i] for i in self.layer_ids], dim=-1)

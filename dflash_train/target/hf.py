@@ -1,0 +1,165 @@
+"""Any Hugging Face causal LM whose layers are all full attention (Qwen and Llama families), frozen."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dflash_train.config import HardwareConfig, TargetConfig
+from dflash_train.records import Features, FeatureSpec, TargetHead
+from dflash_train.target import files
+from dflash_train.target.attention import HFSession
+from dflash_train.target.base import Taps, TargetSpec, WeightsStatus, check_layer_ids
+from dflash_train.util.device import pick_device
+from dflash_train.util.errors import UserError
+from dflash_train.util.hf import transformers
+
+
+@dataclass
+class Options:
+    """None: folder or hub id, dtype, template and revision are in TargetConfig."""
+
+
+def weights(config: TargetConfig) -> WeightsStatus:
+    """For the stages' tables: are the weights here, or can they be downloaded?"""
+    return files.weights_status(config)
+
+
+def load(config: TargetConfig, hardware: HardwareConfig) -> "HFTarget":
+    """Check everything that needs no weights, then load them onto the device. Raises UserError for what cannot run."""
+    hf_config = files.read_config(config)
+    files.refuse_unsupported(hf_config, config.name)
+    return load_folder(files.fetch_folder(config), config, pick_device(hardware.device, hardware.num_threads))
+
+
+def check_mask(config: TargetConfig) -> int:
+    """`target.mask_token_id`, checked against tokenizer and embedding row; weights are not loaded (but downloaded)."""
+    hf_config = files.read_config(config)
+    folder = files.fetch_folder(config)
+    tokenizer = files.load_tokenizer(folder, config)
+    return files.check_mask_token(config.mask_token_id, folder, tokenizer, files.stop_ids(folder, hf_config, tokenizer))
+
+
+def load_folder(folder: Path, config: TargetConfig, device: torch.device) -> "HFTarget":
+    """A local folder -> target. Missing weights are an error, never random ones."""
+    local = files.TargetConfig(**{**vars(config), "path": str(folder), "revision": None})
+    hf_config = files.read_config(local)
+    check_sizes(config, hf_config)
+    tokenizer = files.load_tokenizer(folder, config)
+    stops = files.stop_ids(folder, hf_config, tokenizer)
+    if config.mask_token_id is not None:
+        files.check_mask_token(config.mask_token_id, folder, tokenizer, stops)
+    # dtype= here, never .to(bfloat16) afterwards: that would round RoPE's inv_freq as well.
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, config.dtype), attn_implementation="sdpa", output_loading_info=True,
+        trust_remote_code=config.trust_remote_code, use_safetensors=True,
+        device_map={"": device} if device.type == "cuda" else None,
+    )  # fmt: skip
+    refuse_missing(info, hf_config, folder)
+    return HFTarget(config, folder, model.eval().requires_grad_(False), tokenizer, stops, device)
+
+
+def check_sizes(config: TargetConfig, hf_config) -> None:
+    """The sizes `plan` was told must be the model's."""
+    text = hf_config.get_text_config()
+    actual = {"num_layers": text.num_hidden_layers, "hidden_size": text.hidden_size, "vocab_size": text.vocab_size}
+    for name, value in actual.items():
+        told = getattr(config, name)
+        if told is not None and told != value:
+            raise UserError(f"target.{name}", got=told, want=f"{value}, as in the model's config", fix=f"target.{name}=null")
+
+
+def refuse_missing(info: dict, hf_config, folder: Path) -> None:
+    """Raise UserError when a weight was not in the files, or had another shape. A tied head is never in the files."""
+    tied = bool(hf_config.tie_word_embeddings)
+    missing = [name for name in info["missing_keys"] if not (tied and name == "lm_head.weight")]
+    wrong = [str(item) for item in info["mismatched_keys"]]
+    if missing or wrong or info["error_msgs"]:
+        names = sorted(missing + wrong + list(info["error_msgs"]))
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        raise UserError(f"weights in {folder}", got=f"{len(names)} missing or wrong: {shown}", want="every weight of the model")
+
+
+class HFTarget:
+    """A frozen model behind the protocol base.TargetModel."""
+
+    def __init__(self, config: TargetConfig, folder: Path, model, tokenizer, stops: tuple[int, ...], device: torch.device):
+        self.folder, self.model, self.tokenizer, self.device = folder, model, tokenizer, device
+        self.decoder = model.get_decoder()
+        self.layers = self.decoder.layers
+        self.text_config = model.config.get_text_config()
+        self.lm_head = model.get_output_embeddings()
+        self.dtype = self.lm_head.weight.dtype
+        self.head_dim = self.layers[0].self_attn.head_dim
+        # Only our arguments steer generation, not what a model's generation_config.json asks for.
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]
+        model.generation_config = transformers.GenerationConfig(eos_token_id=list(stops), pad_token_id=pad)
+        self.spec = TargetSpec(
+            name=config.name,
+            num_layers=self.text_config.num_hidden_layers,
+            hidden_size=self.text_config.hidden_size,
+            vocab_size=self.text_config.vocab_size,
+            embedding_rows=model.get_input_embeddings().weight.shape[0],
+            stop_ids=stops,
+            fingerprint=files.fingerprint(folder),
+        )
+
+    @torch.inference_mode()
+    def capture(self, token_ids: Tensor, layer_ids: tuple[int, ...], last_hidden: bool = False) -> Features:
+        """Right-padded token_ids i64[B, T] -> hidden [B, T, L*H] in the order of layer_ids and last_hidden [B, T, H].
+
+        No mask is needed: under causal attention a row sees rows to its left, and padding lies to its right, so only
+        the (unused) padding rows read padding. The head is never called; without last_hidden the pass ends after
+        the last captured layer.
+        """
+        if layer_ids or not last_hidden:
+            check_layer_ids(layer_ids, self.spec.num_layers)
+        normed = None
+        with Taps(self.layers, layer_ids, stop=not last_hidden) as taps:
+            normed = self.decoder(input_ids=token_ids.to(self.device), use_cache=False).last_hidden_state
+        return Features(taps.hidden(), normed)
+
+    def session(self, capacity: int, features: FeatureSpec) -> HFSession:
+        """A fresh sequence with its own cache of `capacity` rows, tree nodes included."""
+        return HFSession(self, capacity, features)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """Rows after the final norm [..., H] -> [..., V] float32."""
+        return self.lm_head(normed).float()
+
+    def head(self) -> TargetHead:
+        """Embedding, head and final norm as they lie in the model."""
+        embedding = self.model.get_input_embeddings().weight.detach()
+        tied = self.lm_head.weight.data_ptr() == embedding.data_ptr()
+        norm = self.decoder.norm
+        return TargetHead(embedding, embedding if tied else self.lm_head.weight.detach(), norm.weight.detach(),
+                          files.NORM_OFFSETS[self.text_config.model_type], norm.variance_epsilon)  # fmt: skip
+
+    @torch.inference_mode()
+    def answer(self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float, top_p: float, top_k: int,
+               seed: int) -> list[tuple[list[int], str]]:  # fmt: skip
+        """Answer a batch with the library's own generate -> per prompt (ids up to and with the stop token, "stop" | "length").
+
+        Greedy at temperature 0. The same seed, batch and device give the same answers; the global generator is untouched.
+        """
+        width = max(map(len, prompts))
+        pad = self.model.generation_config.pad_token_id
+        ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+        sampling = {"do_sample": False}
+        if temperature > 0:
+            sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            out = self.model.generate(input_ids=ids.to(self.device), attention_mask=mask.to(self.device),
+                                      max_new_tokens=max_new_tokens, **sampling)  # fmt: skip
+        return [cut_at_stop(row, self.spec.stop_ids) for row in out[:, width:].tolist()]
+
+
+def cut_at_stop(token_ids: list[int], stops: tuple[int, ...]) -> tuple[list[int], str]:
+    """Up to and with the first stop token."""
+    for i, token_id in enumerate(token_ids):
+        if token_id in stops:
+            return token_ids[: i + 1], "stop"
+    return token_ids, "length"

@@ -1,0 +1,152 @@
+"""A random model with a character tokenizer, made in a second: for tests, and to try every stage without a download.
+
+Weights have std 0.15 and norm gains are drawn from 0.5..2, since fresh norms and std-0.02 weights hide mistakes.
+"""
+
+import os
+import shutil
+import string
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from dflash_train.config import HardwareConfig, TargetConfig
+from dflash_train.target import hf
+from dflash_train.target.base import WeightsStatus
+from dflash_train.util.errors import UserError
+from dflash_train.util.hf import transformers
+from dflash_train.util.io import cache_dir
+from dflash_train.util.provenance import digest
+
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
+MASK_TOKEN, MASK_TOKEN_ID = "<|mask|>", 127
+CHARACTERS = [*sorted(set(string.printable) - set("\t\r\x0b\x0c"))]
+
+# ChatML as Qwen3 writes it, with its two habits: earlier reasoning is dropped, and thinking "off" adds an empty block.
+CHAT_TEMPLATE = """
+{%- if tools %}{{ '<|im_start|>system\n' }}
+{%- if messages[0].role == 'system' %}{{ messages[0].content + '\n' }}{% endif %}
+{{- '# Tools\n' }}{% for tool in tools %}{{ tool | tojson }}{{ '\n' }}{% endfor %}{{ '<|im_end|>\n' }}
+{%- elif messages[0].role == 'system' %}{{ '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{{ '<|im_start|>user\n' + message.content + '<|im_end|>\n' }}
+{%- elif message.role == 'tool' %}{{ '<|im_start|>user\nresult: ' + message.content + '<|im_end|>\n' }}
+{%- elif message.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}
+{%- if loop.last %}{{ '<think>\n' + (message.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}
+{{- message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>' + call.function.name + ' ' }}{{ call.function.arguments | tojson }}{{ '</tool_call>' }}{% endfor %}
+{{- '<|im_end|>\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}
+""".strip()
+
+
+@dataclass
+class Options:
+    """Shape of the random model."""
+
+    arch: str = "qwen3"  # qwen3 | llama
+    num_layers: int = 3
+    hidden: int = 64
+    heads: int = 4
+    kv: int = 2
+    head_dim: int = 16
+    vocab: int = 128
+    seed: int = 0
+    tied: bool = True
+
+
+def tiny_tokenizer():
+    """One token a character: ids 0..6 specials and markers, 7.. characters, unused up to 126, 127 the mask."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens = SPECIALS + CHARACTERS
+    tokens += [f"<|unused{i}|>" for i in range(len(tokens), MASK_TOKEN_ID)] + [MASK_TOKEN]
+    assert len(tokens) == MASK_TOKEN_ID + 1
+    vocab = {token: i for i, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<|unused126|>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    plain = {"<think>", "</think>", "<tool_call>", "</tool_call>"}  # as in Qwen3: added, not special
+    for token in tokens:
+        if len(token) > 1:
+            add = backend.add_tokens if token in plain else backend.add_special_tokens
+            add([AddedToken(token, special=token not in plain, normalized=False)])
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", clean_up_tokenization_spaces=False
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def tiny_model(options: Options):
+    """Seeded random weights in float32."""
+    if options.arch not in ("qwen3", "llama"):
+        raise UserError("target.options.arch", got=options.arch, want="qwen3 | llama")
+    make = transformers.Qwen3Config if options.arch == "qwen3" else transformers.LlamaConfig
+    hf_config = make(
+        num_hidden_layers=options.num_layers, hidden_size=options.hidden, intermediate_size=2 * options.hidden,
+        num_attention_heads=options.heads, num_key_value_heads=options.kv, head_dim=options.head_dim,
+        vocab_size=options.vocab, max_position_embeddings=4096, tie_word_embeddings=options.tied,
+        bos_token_id=None, eos_token_id=SPECIALS.index("<|im_end|>"), pad_token_id=SPECIALS.index("<|endoftext|>"),
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(options.seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            if parameter.dim() == 1 and "norm" in name:
+                parameter.uniform_(0.5, 2.0, generator=generator)
+            else:
+                parameter.normal_(0.0, 0.15, generator=generator)
+    return model
+
+
+def save_tiny(folder: str | Path, options: Options | None = None) -> Path:
+    """Write model and tokenizer as an ordinary Hugging Face folder (`target=hf target.path=<folder>` loads it too)."""
+    folder = Path(folder)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    temporary.mkdir(parents=True)
+    try:
+        tiny_model(options or Options()).save_pretrained(temporary)
+        tiny_tokenizer().save_pretrained(temporary)
+        temporary.rename(folder)
+    except OSError:  # another process finished first
+        if not (folder / "config.json").is_file():
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def tiny_folder(options: Options) -> Path:
+    """The folder of these options in the cache, written on first use. The name covers all the tokenizer's text, too."""
+    name = digest([asdict(options), CHAT_TEMPLATE, SPECIALS, CHARACTERS, "1"])
+    folder = cache_dir("targets", f"tiny-{name}")
+    return folder if folder.is_dir() else save_tiny(folder, options)
+
+
+def local_config(config: TargetConfig) -> TargetConfig:
+    """The same target as a folder of kind hf."""
+    return TargetConfig(**{**vars(config), "kind": "hf", "path": str(tiny_folder(Options(**config.options))), "options": {}})
+
+
+def weights(config: TargetConfig) -> WeightsStatus:
+    return WeightsStatus(True, "random weights, made on the spot")
+
+
+def check_mask(config: TargetConfig) -> int:
+    return hf.check_mask(local_config(config))
+
+
+def load(config: TargetConfig, hardware: HardwareConfig) -> "hf.HFTarget":
+    return hf.load(local_config(config), hardware)
+
+
+def make_tiny_target(arch: str = "qwen3", dtype: torch.dtype = torch.float32, device: str = "cpu", **options) -> "hf.HFTarget":
+    """A tiny target for tests; options as in `Options`."""
+    config = TargetConfig(name="tiny", kind="tiny", dtype=str(dtype).removeprefix("torch."), mask_token_id=MASK_TOKEN_ID,
+                          options={"arch": arch, **options})  # fmt: skip
+    return load(config, HardwareConfig(device=device))
