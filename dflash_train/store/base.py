@@ -3,6 +3,12 @@
 from pathlib import Path
 from typing import Protocol
 
+from dflash_train.util.errors import UserError
+
+
+class StoreUnavailable(UserError):
+    """The store did not answer, or failed on its own side: trying again may help. Any other UserError is final."""
+
 
 class ObjectStore(Protocol):
     """Keys are '/'-separated and relative to this store's prefix. Every write is whole or absent."""

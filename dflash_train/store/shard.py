@@ -119,7 +119,8 @@ def check_shard(shard: HiddenShard, name: str) -> None:
 
 
 def non_finite_rows(rows: Tensor) -> list[int]:
-    """Indices of rows [T, D] that hold a NaN or an infinity: a row's sum is finite unless one is there or it overflows."""
+    """Indices of rows [T, D] that hold a NaN or an infinity."""
+    # One pass without a [T, D] mask: a row's sum is finite unless such an element is in it, or it overflows.
     suspects = (~torch.isfinite(rows.sum(-1, dtype=torch.float32))).nonzero().flatten()
     return [i for i in suspects.tolist() if not torch.isfinite(rows[i]).all()]
 
@@ -230,7 +231,7 @@ def _parse_marker(key: str, content: bytes) -> Marker | InvalidMarker:
 
 
 def fetch_shard(store: ObjectStore, marker: Marker, cache_dir: str | Path) -> Path:
-    """The shard's file in `cache_dir`, downloaded unless it is there; a file has its name only after its sha256 was checked.
+    """The shard's file in `cache_dir`, downloaded unless it is there; it gets its name after its sha256 was checked.
 
     Raises UserError naming the key when the object is gone or its content is not what the marker says.
     """
