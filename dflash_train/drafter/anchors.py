@@ -57,8 +57,10 @@ def allot(counts: list[int], num_anchors: int) -> list[int]:
     return quotas
 
 
-def draw_anchors(batch: DraftBatch, *, num_anchors: int, block_size: int, mask_token_id: int, seed: int, epoch: int) -> Blocks:
-    """Draw num_anchors slots per row, sorted, invalid ones last; a row without eligible positions has only invalid ones.
+def draw_anchors(
+    batch: DraftBatch, *, num_anchors: int, block_size: int, mask_token_id: int, seed: int, epoch: int
+) -> Blocks:
+    """Draw num_anchors slots per row, sorted, invalid ones last; a row with nothing eligible has only invalid ones.
 
     Drawn anew each epoch. Which positions a document gives is a prefix of its own permutation, so it depends on
     (seed, epoch, sample id) and, for its length alone, on what else is in the row."""
@@ -76,9 +78,8 @@ def draw_anchors(batch: DraftBatch, *, num_anchors: int, block_size: int, mask_t
     counts.scatter_add_(1, document_BT, torch.ones_like(document_BT))
     pad = lambda row: row + [0] * (num_documents + 1 - len(row))
     quotas = torch.tensor([pad(allot(row[:-1], num_anchors)) for row in counts.tolist()], device=device)
-    salts = torch.tensor(
-        [pad([signed64(stable_hash("anchor", seed, epoch, name)) for name in row]) for row in batch.sample_ids], device=device
-    )
+    salt = lambda sample_id: signed64(stable_hash("anchor", seed, epoch, sample_id))
+    salts = torch.tensor([pad([salt(name) for name in row]) for row in batch.sample_ids], device=device)
 
     keys_BT = mix64(salts.gather(1, document_BT) + (batch.position_ids + 1) * signed64(GOLDEN))
     by_key = keys_BT.argsort(dim=1, stable=True)

@@ -1,8 +1,8 @@
 """The DFlash drafter: one forward over many packed blocks for training, and a cached one for decoding.
 
-Parameter names and arithmetic are z-lab's. The target's captured rows become one context tensor that every layer projects
-to keys and values with the same weights as its own block; only the block's rows go through the layers. The target's
-embedding and head stay outside the module (`TargetHead`).
+Parameter names and arithmetic are z-lab's. The target's captured rows become one context tensor that every layer
+projects to keys and values with the same weights as its own block; only the block's rows go through the layers. The
+target's embedding and head stay outside the module (`TargetHead`).
 """
 
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ _compiled_flex = None
 
 
 def attend(q_BHQK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
-    """Grouped-query attention with scale K^-0.5. mask: bool [B,Q,T] (sdpa), a BlockMask (flex) or None (all visible)."""
+    """Grouped-query attention, scale K^-0.5. mask: bool [B,Q,T] (sdpa), a BlockMask (flex) or None (all visible)."""
     if isinstance(mask, BlockMask):
         if q_BHQK.device.type != "cuda":
             return flex_attention(q_BHQK, k_BHTK, v_BHTK, block_mask=mask, enable_gqa=True)
@@ -170,14 +170,14 @@ def init_weights(model: DFlashDrafter, seed: int) -> DFlashDrafter:
 
 
 def resolve_attention(attention: str, device: torch.device | str, *, training: bool) -> str:
-    """"auto" -> "flex" on CUDA, "sdpa" elsewhere, said in one line. Raises UserError for training with flex on a CPU."""
+    """auto -> flex on CUDA, sdpa elsewhere, said in one line. Raises UserError for training with flex on a CPU."""
     device_type = torch.device(device).type
     if attention == "auto":
         attention = "flex" if device_type == "cuda" else "sdpa"
         reason = "" if attention == "flex" else " (flex_attention has no backward outside CUDA)"
         say(f"drafter attention: {attention} on {device_type}{reason}")
     if attention == "flex" and training and device_type != "cuda":
-        raise UserError("train.attention", got=f"flex on {device_type}", want="sdpa: flex_attention has no backward there",
+        raise UserError("train.attention", got=f"flex on {device_type}", want="sdpa (flex has no backward there)",
                         fix="train.attention=sdpa")  # fmt: skip
     return attention
 
@@ -188,7 +188,7 @@ def block_hidden(model: nn.Module, config: DrafterConfig, head: TargetHead, batc
     masks = build_masks(config, blocks, batch.document_ids, attention)
     noise_BQD = head.embed(blocks.token_ids.flatten(1))
     hidden_BQD = model(noise_BQD, batch.hidden, batch.position_ids, blocks.position_ids.flatten(1), masks)
-    return hidden_BQD.unflatten(1, blocks.anchors.shape[1:] + (blocks.block_size,))
+    return hidden_BQD.unflatten(1, (*blocks.anchors.shape[1:], blocks.block_size))
 
 
 # ---------------------------------------------------------------- decoding, one sequence
@@ -221,7 +221,7 @@ class DraftCache:
 def extend(model: DFlashDrafter, cache: DraftCache, rows_nL: Tensor, positions: Tensor) -> None:
     """Append n captured rows [n, L*H] of committed tokens at `positions` i64[n], which continue the cache."""
     start, count = cache.length, rows_nL.shape[0]
-    assert count == 0 or (int(positions[0]), int(positions[-1])) == (start, start + count - 1), "rows must continue the cache"
+    assert positions.tolist() == list(range(start, start + count)), "rows must continue the cache"
     cache.reserve(start + count)
     context_BTD = model.read_context(rows_nL[None])
     rope = model.rope(positions[None].to(context_BTD.device))
@@ -232,7 +232,9 @@ def extend(model: DFlashDrafter, cache: DraftCache, rows_nL: Tensor, positions: 
     cache.length = start + count
 
 
-def _draft_mask(config: DrafterConfig, layer_type: str, length: int, block_size: int, device) -> tuple[int, Tensor | None]:
+def _draft_mask(
+    config: DrafterConfig, layer_type: str, length: int, block_size: int, device: torch.device
+) -> tuple[int, Tensor | None]:
     """(first context row this layer type reads, mask over those rows and the block, or None when all is visible)."""
     kind = mask_kind(config, layer_type)
     start = 0 if kind.window is None else max(0, length - kind.window + 1)
@@ -242,7 +244,7 @@ def _draft_mask(config: DrafterConfig, layer_type: str, length: int, block_size:
     anchor = torch.full((1, 1), num_rows, device=device)
     zeros = lambda n: torch.zeros(1, n, dtype=torch.long, device=device)
     # One padding row keeps the rule's indexing legal when a window of 1 leaves no context; it is cut off again.
-    rule = block_rule(anchor, torch.ones_like(anchor, dtype=torch.bool), zeros(1), zeros(num_rows + 1), block_size, kind)
+    rule = block_rule(anchor, zeros(1) == 0, zeros(1), zeros(num_rows + 1), block_size, kind)
     index = lambda n: torch.arange(n, device=device)
     seen = rule(torch.zeros(1, 1, 1, dtype=torch.long, device=device), index(block_size)[None, :, None],
                 index(num_rows + 1 + block_size)[None, None, :])  # fmt: skip
@@ -250,13 +252,15 @@ def _draft_mask(config: DrafterConfig, layer_type: str, length: int, block_size:
 
 
 @torch.no_grad()
-def draft(model: DFlashDrafter, head: TargetHead, cache: DraftCache, root_token: int, position: int, block_size: int) -> Tensor:
+def draft(
+    model: DFlashDrafter, head: TargetHead, cache: DraftCache, root_token: int, position: int, block_size: int
+) -> Tensor:
     """Logits float32 [S-1, V] for the tokens after `root_token`, which sits at `position` and has no target row yet.
 
     block_size may be smaller than the trained one, never larger. The cache is unchanged."""
     config, device = model.config, model.fc.weight.device
     if not 2 <= block_size <= config.block_size:
-        raise UserError("eval.block_size", got=block_size, want=f"2..{config.block_size}, what this drafter was trained for")
+        raise UserError("eval.block_size", got=block_size, want=f"2..{config.block_size}, as this drafter was trained")
     assert position == cache.length, f"the root sits at {position}, but {cache.length} rows are cached"
     token_ids = torch.full((1, block_size), config.mask_token_id, device=device)
     token_ids[0, 0] = root_token

@@ -1,11 +1,11 @@
 """The objective, with the target's frozen head applied in chunks of whole blocks: full [rows, V] logits never exist.
 
     ce_decay   cross-entropy on token(anchor+k), weighted exp(-(k-1)/gamma)
-    dpace      weighted by how much slot k matters for what gets accepted, from the drafter's own confidence (no gradient)
+    dpace      weighted by how much slot k matters for what gets accepted, from the drafter's own (detached) confidence
     kl         KL(target || drafter) with ce_decay's weights; the target's row for slot k is anchor+k-1
 
 Each returns a numerator and a denominator: the division is done once over all micro-batches and ranks of a step.
-The gradient to hidden is computed beside the forward, while a chunk's logits are there: two matrix products, no recompute.
+The gradient to hidden is computed beside the forward, while a chunk's logits exist: two matrix products, no recompute.
 """
 
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ def dpace_weights(cross_entropy: Tensor, mask: Tensor, alpha: float) -> Tensor:
 
 def _chunk(hidden: Tensor, head: TargetHead, labels: Tensor, mask: Tensor, objective: Objective, teacher: Tensor | None,
            with_gradient: bool) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """hidden [n,S-1,D], labels and mask [n,S-1], teacher [n,S-1,D] -> numerator, correct bool[n,S-1], d numerator/d hidden."""
+    """hidden, teacher [n,S-1,D]; labels, mask [n,S-1] -> numerator, correct bool[n,S-1], gradient of the numerator."""
     logits = head.logits(hidden)
     # Loss arithmetic is at least float32, whatever the head computes in.
     log_q = torch.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
@@ -80,7 +80,7 @@ def _chunk(hidden: Tensor, head: TargetHead, labels: Tensor, mask: Tensor, objec
         weights = decay_weights(labels.shape[-1] + 1, objective.gamma, mask.device).to(log_q.dtype) * mask
     if teacher is None:
         loss = cross_entropy
-        gradient = log_q.exp_().scatter_add_(-1, labels[..., None], log_q.new_full(labels.shape + (1,), -1.0))
+        gradient = log_q.exp_().scatter_add_(-1, labels[..., None], log_q.new_full((*labels.shape, 1), -1.0))
     else:
         log_p = torch.log_softmax(head.logits(teacher), dim=-1, dtype=log_q.dtype)
         loss = (log_p.exp() * (log_p - log_q)).sum(dim=-1)

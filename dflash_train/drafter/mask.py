@@ -44,8 +44,9 @@ def block_rule(
     """rule(b, q, k) -> bool, for index tensors that broadcast: may query slot q of row b see key k?
 
     anchors, valid, block_documents [B,N]; context_documents [B,T]. An invalid block sees its own block only: a row that
-    sees nothing is NaN in a dense softmax. Distances are in row indices, which inside a document differ like positions."""
-    last_context = torch.tensor(context_documents.shape[1] - 1, device=anchors.device)  # tensors: no recompile by length
+    sees nothing is NaN in a dense softmax. Distances count rows, which inside a document is the same as positions."""
+    # Tensors, not ints, so that a compiled rule does not recompile for another length.
+    last_context = torch.tensor(context_documents.shape[1] - 1, device=anchors.device)
     last_block = torch.tensor(anchors.shape[1] - 1, device=anchors.device)
 
     def rule(b: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -103,4 +104,5 @@ def build_masks(
 ) -> dict[str, Tensor | BlockMask]:
     """One mask per layer type of the drafter, built once per step. attention: "sdpa" (dense) | "flex"."""
     build = flex_mask if attention == "flex" else dense_mask
-    return {kind: build(blocks, context_documents, mask_kind(config, kind)) for kind in sorted(set(layer_types(config)))}
+    kinds = sorted(set(layer_types(config)))
+    return {kind: build(blocks, context_documents, mask_kind(config, kind)) for kind in kinds}

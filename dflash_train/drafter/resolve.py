@@ -7,8 +7,8 @@ from dflash_train.util.errors import UserError
 
 
 def target_rope_theta(target_config: dict) -> float:
-    """theta of the target's text config (top level, or transformers 5's `rope_parameters`), and nothing else of its RoPE:
-    partial_rotary_factor, mrope sections and scaling belong to the target alone. Raises UserError when there is none."""
+    """theta of the target's text config (top level, or transformers 5's `rope_parameters`), and nothing else of its
+    RoPE: partial rotary factor, mrope sections and scaling are the target's alone. Raises UserError when absent."""
     parameters = target_config.get("rope_parameters") or {}
     theta = parameters.get("rope_theta", target_config.get("rope_theta"))
     if theta is None:
@@ -48,12 +48,12 @@ def resolve_drafter(
     changes = dict(facts)
     for name, value in follow.items():
         changes[name] = value if getattr(config, name) is None else getattr(config, name)
-        require(changes[name] is not None, f"drafter.{name}", got="null, and the target's config has none", want="a number")
+        require(changes[name] is not None, f"drafter.{name}", got="null, and the target has none", want="a number")
     changes["rope_theta"] = config.rope_theta if config.rope_theta is not None else target_rope_theta(target_config)
     changes["layer_types"] = config.layer_types or ["full_attention"] * config.num_layers
     resolved = replace(config, **changes)
     resolved.check()
-    require(resolved.head_dim % 2 == 0, "drafter.head_dim", got=resolved.head_dim, want="an even number (RoPE turns pairs)")
+    require(resolved.head_dim % 2 == 0, "drafter.head_dim", got=resolved.head_dim, want="an even number, for RoPE")
     check_taps(resolved)
     return resolved
 
@@ -62,7 +62,7 @@ def check_taps(config: DrafterConfig) -> None:
     """Every tap is a layer of the target below its last. Raises UserError."""
     last = config.num_target_layers - 2
     require(bool(config.target_layer_ids) and all(0 <= i <= last for i in config.target_layer_ids),
-            "drafter.target_layer_ids", got=config.target_layer_ids, want=f"0-based layer ids within 0..{last}")  # fmt: skip
+            "drafter.target_layer_ids", got=config.target_layer_ids, want=f"layer ids within 0..{last}")  # fmt: skip
 
 
 def check_mask_token(mask_token_id: int | None, embedding_rows: int, special_ids: dict[str, int | None]) -> None:
@@ -71,13 +71,16 @@ def check_mask_token(mask_token_id: int | None, embedding_rows: int, special_ids
     `vocab_size` of the tokenizer says nothing: the rows decide. Raises UserError."""
     key = "target.mask_token_id"
     require(mask_token_id is not None, key, got="null", want="a token id that never occurs in text", fix=f"{key}=...")
-    require(0 <= mask_token_id < embedding_rows, key, got=mask_token_id, want=f"a row of the embedding, 0..{embedding_rows - 1}")
+    last = embedding_rows - 1
+    require(0 <= mask_token_id <= last, key, got=mask_token_id, want=f"a row of the embedding, 0..{last}")
     for name, token_id in special_ids.items():
-        require(token_id != mask_token_id, key, got=f"{mask_token_id}, which is {name}", want="a token with no other use")
+        require(token_id != mask_token_id, key, got=f"{mask_token_id}, the {name}", want="a token with no other use")
 
 
-def check_compatible(config: DrafterConfig, *, name: str, hidden_size: int, num_layers: int, vocab_size: int,
-                     layer_ids: list[int] | tuple[int, ...] | None = None, mask_token_id: int | None = None) -> None:  # fmt: skip
+def check_compatible(
+    config: DrafterConfig, *, name: str, hidden_size: int, num_layers: int, vocab_size: int,
+    layer_ids: list[int] | tuple[int, ...] | None = None, mask_token_id: int | None = None,
+) -> None:  # fmt: skip
     """Refuse a drafter made for another target than `name`, with both in the message.
 
     layer_ids, mask_token_id: null = whatever the drafter says (decoding captures what it asks for)."""
