@@ -94,6 +94,22 @@ def fetch_target_files(store: ObjectStore, folder: str | Path) -> Path:
     return Path(folder)
 
 
+def check_target_files(store: ObjectStore) -> list[str]:
+    """Reads every target file back; one line per bad one."""
+    try:
+        index = _index(store)
+    except UserError as error:
+        return [f"{INDEX}: {error.got}"]
+    problems = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, entry in index.items():
+            try:
+                _fetch(store, name, entry, Path(folder, Path(name).name)).unlink()
+            except UserError as error:
+                problems.append(f"target/{name}: {error.got}")
+    return problems
+
+
 def _index(store: ObjectStore) -> dict:
     try:
         return json.loads(store.get_bytes(INDEX))
