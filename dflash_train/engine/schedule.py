@@ -15,7 +15,7 @@ def progress_at(step: int, total_steps: int, elapsed_s: float = 0.0, max_s: floa
 
 
 def learning_rate(progress: float, peak: float, warmup_ratio: float, min_ratio: float) -> float:
-    """Linear from 0 to `peak` over the first `warmup_ratio` of training, then a half cosine down to peak * min_ratio."""
+    """Linear from 0 to `peak` over the first `warmup_ratio` of training, then half a cosine to peak * min_ratio."""
     if progress < warmup_ratio:
         return peak * progress / warmup_ratio
     share = (progress - warmup_ratio) / (1.0 - warmup_ratio)

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO 1, 2, 3 around any module: start, one engine, an exact sum-then-divide step, gathered weights, a clean end.
+"""DeepSpeed ZeRO 1, 2, 3 around any module: start, one engine, exact sum-then-divide, gathered weights.
 
 The step is `sum over all tokens / D`: with D known before the first backward, every micro-batch gives
 `engine.backward(numerator * world / D, scale_wrt_gas=False)`; ZeRO's mean over ranks takes the `world` back out.
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dflash_train.config import TrainConfig, ZeroConfig
 from dflash_train.util import dist
 from dflash_train.util.errors import UserError
+
 
 def start(device: torch.device) -> None:
     """Join the process group (nccl on GPUs, gloo on CPUs), with or without a launcher.
