@@ -1,7 +1,12 @@
 """The frozen large model: forward, capture of chosen layers, cache, tree forward, commit.
 
-TARGETS maps `target.kind` to the module that has it: each exports `Options` (a dataclass) and
-`load(config: TargetConfig, hardware: HardwareConfig) -> TargetModel`.
+TARGETS maps `target.kind` to the module that has it. Each exports `Options` (a dataclass) and
+
+    weights(config) -> WeightsStatus            can the weights be had? Nothing is downloaded: for the stages' tables
+    prepare(config) -> TargetFiles              folder, tokenizer, spec with fingerprint; fetched, but not loaded
+    load(config, hardware) -> TargetModel       loaded onto the device
+
+`mask_token.check_mask_token(target.mask_token_id, files)` works on what `prepare` returns (a loaded target has it as `.files`).
 """
 
 TARGETS = {

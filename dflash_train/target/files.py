@@ -3,12 +3,13 @@
 import hashlib
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import safe_open
 
 from dflash_train.config import TargetConfig
-from dflash_train.target.base import WeightsStatus
+from dflash_train.target.base import TargetSpec, WeightsStatus
 from dflash_train.util.errors import UserError
 from dflash_train.util.hf import transformers
 from dflash_train.util.provenance import canonical_json
@@ -17,6 +18,47 @@ from dflash_train.util.provenance import canonical_json
 NORM_OFFSETS = {"llama": 0.0, "mistral": 0.0, "qwen2": 0.0, "qwen3": 0.0, "qwen3_moe": 0.0}
 FILE_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 SAMPLE_BYTES, NUM_SAMPLES = 65536, 16
+
+
+@dataclass(frozen=True)
+class TargetFiles:
+    """A target on disk, described without loading its weights: enough to plan, to render and to compare fingerprints."""
+
+    folder: Path
+    hf_config: object
+    tokenizer: object
+    spec: TargetSpec
+
+
+def prepare(config: TargetConfig) -> TargetFiles:
+    """Fetch what is not on disk, refuse what cannot run, and describe it. Loads no weights."""
+    hf_config = read_config(config)
+    refuse_unsupported(hf_config, config.name)
+    check_sizes(config, hf_config)
+    folder = fetch_folder(config)
+    tokenizer = load_tokenizer(folder, config)
+    text = hf_config.get_text_config()
+    spec = TargetSpec(
+        name=config.name,
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        embedding_rows=embedding_row(folder, 0)[1],
+        stop_ids=stop_ids(folder, hf_config, tokenizer),
+        fingerprint=fingerprint(folder),
+    )
+    return TargetFiles(folder, hf_config, tokenizer, spec)
+
+
+def check_sizes(config: TargetConfig, hf_config) -> None:
+    """The sizes `plan` was told must be the model's."""
+    text = hf_config.get_text_config()
+    actual = {"num_layers": text.num_hidden_layers, "hidden_size": text.hidden_size, "vocab_size": text.vocab_size}
+    for name, value in actual.items():
+        told = vars(config)[name]
+        if told is not None and told != value:
+            raise UserError(f"target.{name}", got=told, want=f"{value}, as in the model's config",
+                            fix=f"target.{name}=null")  # fmt: skip
 
 
 def is_local(path: str) -> bool:
@@ -176,43 +218,3 @@ def embedding_row(folder: Path, token_id: int):
                 rows = table.get_shape()[0]
                 return (table[token_id] if 0 <= token_id < rows else None), rows
     raise UserError("target.path", got=f"no embed_tokens.weight in {folder}", want="a causal language model's weights")
-
-
-def check_mask_token(mask_token_id: int | None, folder: Path, tokenizer, stops: tuple[int, ...]) -> int:
-    """The id when a drafter may use it as MASK: a real, non-zero embedding row that never occurs in text.
-
-    Raises UserError for null (naming candidates), pad/eos/bos/unk, ordinary text tokens, rows beyond the embedding, zero rows.
-    """
-    field = "target.mask_token_id"
-    candidates = mask_candidates(folder, tokenizer, stops)
-    want = f"a real embedding row that never occurs in text; candidates: {', '.join(candidates) or 'none found'}"
-    fix = f"{field}={candidates[0].split()[0]}" if candidates else None
-    if mask_token_id is None:
-        raise UserError(field, got="null", want=want, fix=fix)
-    row, num_rows = embedding_row(folder, mask_token_id)
-    special = {"pad": [tokenizer.pad_token_id], "bos": [tokenizer.bos_token_id], "eos": list(stops)}
-    for name, ids in special.items():
-        if mask_token_id in ids:
-            raise UserError(field, got=f"{mask_token_id}, the {name} token", want=want, fix=fix)
-    if row is None:
-        raise UserError(field, got=f"{mask_token_id}, but the embedding has {num_rows} rows", want=want, fix=fix)
-    if mask_token_id < len(tokenizer) and mask_token_id not in tokenizer.added_tokens_decoder:
-        text = tokenizer.convert_ids_to_tokens(mask_token_id)
-        raise UserError(field, got=f"{mask_token_id}, the text token {text!r}", want=want, fix=fix)
-    if float(row.float().norm()) == 0.0:
-        raise UserError(field, got=f"{mask_token_id}, whose embedding row is all zeros", want=want, fix=fix)
-    return mask_token_id
-
-
-def mask_candidates(folder: Path, tokenizer, stops: tuple[int, ...], limit: int = 4) -> list[str]:
-    """'16 <empty_output>' ...: special tokens the chat template never writes, and embedding rows behind the vocabulary."""
-    _, num_rows = embedding_row(folder, 0)
-    used = {*stops, tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}
-    template = str(tokenizer.chat_template)
-    found = [
-        f"{token_id} {token.content}"
-        for token_id, token in sorted(tokenizer.added_tokens_decoder.items(), reverse=True)
-        if token.special and token_id not in used and token_id < num_rows and token.content not in template
-    ]
-    beyond = [f"{i} (no token)" for i in range(len(tokenizer), num_rows)]
-    return (found + beyond)[:limit]

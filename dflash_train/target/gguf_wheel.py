@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from dflash_train.config import HardwareConfig, TargetConfig
 from dflash_train.target import hf
 from dflash_train.target.base import WeightsStatus
+from dflash_train.target.files import TargetFiles
 from dflash_train.util.errors import UserError
 from dflash_train.util.hf import transformers
 from dflash_train.util.io import cache_dir, human_bytes, sha256_file, write_json
@@ -120,8 +121,8 @@ def local_config(config: TargetConfig) -> TargetConfig:
     return TargetConfig(**{**vars(config), "kind": "hf", "path": str(ready_folder(config)), "options": {}})
 
 
-def check_mask(config: TargetConfig) -> int:
-    return hf.check_mask(local_config(config))
+def prepare(config: TargetConfig) -> TargetFiles:
+    return hf.prepare(local_config(config))
 
 
 def load(config: TargetConfig, hardware: HardwareConfig) -> "hf.HFTarget":

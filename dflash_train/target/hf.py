@@ -1,7 +1,6 @@
 """Any Hugging Face causal LM whose layers are all full attention (Qwen and Llama families), frozen."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -10,7 +9,8 @@ from dflash_train.config import HardwareConfig, TargetConfig
 from dflash_train.records import Features, FeatureSpec, TargetHead
 from dflash_train.target import files
 from dflash_train.target.attention import HFSession
-from dflash_train.target.base import Taps, TargetSpec, WeightsStatus, check_layer_ids
+from dflash_train.target.base import Taps, WeightsStatus, check_layer_ids
+from dflash_train.target.mask_token import check_mask_token
 from dflash_train.util.device import pick_device
 from dflash_train.util.errors import UserError
 from dflash_train.util.hf import transformers
@@ -26,83 +26,58 @@ def weights(config: TargetConfig) -> WeightsStatus:
     return files.weights_status(config)
 
 
+def prepare(config: TargetConfig) -> files.TargetFiles:
+    """Folder, tokenizer, sizes and fingerprint; weights are on disk afterwards, but not loaded."""
+    return files.prepare(config)
+
+
 def load(config: TargetConfig, hardware: HardwareConfig) -> "HFTarget":
-    """Check everything that needs no weights, then load them onto the device. Raises UserError for what cannot run."""
-    hf_config = files.read_config(config)
-    files.refuse_unsupported(hf_config, config.name)
-    return load_folder(files.fetch_folder(config), config, pick_device(hardware.device, hardware.num_threads))
+    """Check everything that needs no weights, then load them onto the device. Raises UserError for what cannot run.
 
-
-def check_mask(config: TargetConfig) -> int:
-    """`target.mask_token_id`, checked against tokenizer and embedding row; weights are not loaded (but downloaded)."""
-    hf_config = files.read_config(config)
-    folder = files.fetch_folder(config)
-    tokenizer = files.load_tokenizer(folder, config)
-    return files.check_mask_token(config.mask_token_id, folder, tokenizer, files.stop_ids(folder, hf_config, tokenizer))
-
-
-def load_folder(folder: Path, config: TargetConfig, device: torch.device) -> "HFTarget":
-    """A local folder -> target. Missing weights are an error, never random ones."""
-    local = files.TargetConfig(**{**vars(config), "path": str(folder), "revision": None})
-    hf_config = files.read_config(local)
-    check_sizes(config, hf_config)
-    tokenizer = files.load_tokenizer(folder, config)
-    stops = files.stop_ids(folder, hf_config, tokenizer)
+    A weight that is not in the files is an error, never a random one.
+    """
+    prepared = prepare(config)
     if config.mask_token_id is not None:
-        files.check_mask_token(config.mask_token_id, folder, tokenizer, stops)
+        check_mask_token(config.mask_token_id, prepared)
+    device = pick_device(hardware.device, hardware.num_threads)
     # dtype= here, never .to(bfloat16) afterwards: that would round RoPE's inv_freq as well.
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, config.dtype), attn_implementation="sdpa", output_loading_info=True,
+        prepared.folder, dtype=getattr(torch, config.dtype), attn_implementation="sdpa", output_loading_info=True,
         trust_remote_code=config.trust_remote_code, use_safetensors=True,
         device_map={"": device} if device.type == "cuda" else None,
     )  # fmt: skip
-    refuse_missing(info, hf_config, folder)
-    return HFTarget(config, folder, model.eval().requires_grad_(False), tokenizer, stops, device)
+    refuse_missing(info, prepared)
+    return HFTarget(prepared, model.eval().requires_grad_(False), device)
 
 
-def check_sizes(config: TargetConfig, hf_config) -> None:
-    """The sizes `plan` was told must be the model's."""
-    text = hf_config.get_text_config()
-    actual = {"num_layers": text.num_hidden_layers, "hidden_size": text.hidden_size, "vocab_size": text.vocab_size}
-    for name, value in actual.items():
-        told = getattr(config, name)
-        if told is not None and told != value:
-            raise UserError(f"target.{name}", got=told, want=f"{value}, as in the model's config", fix=f"target.{name}=null")
-
-
-def refuse_missing(info: dict, hf_config, folder: Path) -> None:
+def refuse_missing(info: dict, prepared: files.TargetFiles) -> None:
     """Raise UserError when a weight was not in the files, or had another shape. A tied head is never in the files."""
-    tied = bool(hf_config.tie_word_embeddings)
+    tied = prepared.hf_config.get_text_config().tie_word_embeddings
     missing = [name for name in info["missing_keys"] if not (tied and name == "lm_head.weight")]
     wrong = [str(item) for item in info["mismatched_keys"]]
     if missing or wrong or info["error_msgs"]:
         names = sorted(missing + wrong + list(info["error_msgs"]))
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        raise UserError(f"weights in {folder}", got=f"{len(names)} missing or wrong: {shown}", want="every weight of the model")
+        raise UserError(f"weights in {prepared.folder}", got=f"{len(names)} missing or wrong: {shown}",
+                        want="every weight of the model")  # fmt: skip
 
 
 class HFTarget:
     """A frozen model behind the protocol base.TargetModel."""
 
-    def __init__(self, config: TargetConfig, folder: Path, model, tokenizer, stops: tuple[int, ...], device: torch.device):
-        self.folder, self.model, self.tokenizer, self.device = folder, model, tokenizer, device
+    def __init__(self, prepared: files.TargetFiles, model, device: torch.device):
+        self.files, self.model, self.device = prepared, model, device
+        self.spec, self.tokenizer = prepared.spec, prepared.tokenizer
         self.decoder = model.get_decoder()
         self.layers = self.decoder.layers
         self.text_config = model.config.get_text_config()
         self.lm_head = model.get_output_embeddings()
         self.dtype = self.lm_head.weight.dtype
         self.head_dim = self.layers[0].self_attn.head_dim
+        pad = self.tokenizer.pad_token_id
         # Only our arguments steer generation, not what a model's generation_config.json asks for.
-        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stops[0]
-        model.generation_config = transformers.GenerationConfig(eos_token_id=list(stops), pad_token_id=pad)
-        self.spec = TargetSpec(
-            name=config.name,
-            num_layers=self.text_config.num_hidden_layers,
-            hidden_size=self.text_config.hidden_size,
-            vocab_size=self.text_config.vocab_size,
-            embedding_rows=model.get_input_embeddings().weight.shape[0],
-            stop_ids=stops,
-            fingerprint=files.fingerprint(folder),
+        model.generation_config = transformers.GenerationConfig(
+            eos_token_id=list(self.spec.stop_ids), pad_token_id=self.spec.stop_ids[0] if pad is None else pad
         )
 
     @torch.inference_mode()

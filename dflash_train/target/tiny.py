@@ -14,6 +14,7 @@ import torch
 from dflash_train.config import HardwareConfig, TargetConfig
 from dflash_train.target import hf
 from dflash_train.target.base import WeightsStatus
+from dflash_train.target.files import TargetFiles
 from dflash_train.util.errors import UserError
 from dflash_train.util.hf import transformers
 from dflash_train.util.io import cache_dir
@@ -130,23 +131,24 @@ def tiny_folder(options: Options) -> Path:
 
 def local_config(config: TargetConfig) -> TargetConfig:
     """The same target as a folder of kind hf."""
-    return TargetConfig(**{**vars(config), "kind": "hf", "path": str(tiny_folder(Options(**config.options))), "options": {}})
+    folder = tiny_folder(Options(**config.options))
+    return TargetConfig(**{**vars(config), "kind": "hf", "path": str(folder), "options": {}})
 
 
 def weights(config: TargetConfig) -> WeightsStatus:
     return WeightsStatus(True, "random weights, made on the spot")
 
 
-def check_mask(config: TargetConfig) -> int:
-    return hf.check_mask(local_config(config))
+def prepare(config: TargetConfig) -> TargetFiles:
+    return hf.prepare(local_config(config))
 
 
 def load(config: TargetConfig, hardware: HardwareConfig) -> "hf.HFTarget":
     return hf.load(local_config(config), hardware)
 
 
-def make_tiny_target(arch: str = "qwen3", dtype: torch.dtype = torch.float32, device: str = "cpu", **options) -> "hf.HFTarget":
-    """A tiny target for tests; options as in `Options`."""
-    config = TargetConfig(name="tiny", kind="tiny", dtype=str(dtype).removeprefix("torch."), mask_token_id=MASK_TOKEN_ID,
-                          options={"arch": arch, **options})  # fmt: skip
-    return load(config, HardwareConfig(device=device))
+def make_tiny_target(arch: str = "qwen3", dtype: torch.dtype = torch.float32, **options) -> "hf.HFTarget":
+    """A tiny target on the CPU for tests; options as in `Options`."""
+    config = TargetConfig(name="tiny", kind="tiny", dtype=str(dtype).removeprefix("torch."),
+                          mask_token_id=MASK_TOKEN_ID, options={"arch": arch, **options})  # fmt: skip
+    return load(config, HardwareConfig(device="cpu"))

@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     if "transformers" not in sys.modules and not torch.cuda.is_available():
         sys.modules["fla"] = None
 
-import transformers  # noqa: E402
+import transformers
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
