@@ -1,11 +1,12 @@
 """Stand-ins for decode tests: a target that is a function of the text, and proposers whose drafts are known."""
 
+import itertools
 import random
 from types import SimpleNamespace
 
 import torch
 
-from dflash_train.decode.tree import ancestor_mask, chain_tree
+from dflash_train.decode.tree import chain_tree
 from dflash_train.records import Features, FeatureSpec, Generation, Tree
 
 
@@ -56,15 +57,16 @@ class TableSession:
         assert self.length + len(tree) <= self.capacity, "the cache is too small"
         self.target.num_forwards += 1
         self.tree = tree
-        visible, tokens = ancestor_mask(tree), tree.token_ids.tolist()
-        paths = [[tokens[j] for j in range(len(tree)) if visible[i, j]] for i in range(len(tree))]
+        tokens, paths = tree.token_ids.tolist(), []
+        for token, parent in zip(tokens, tree.parents.tolist()):
+            paths.append([*(paths[parent] if parent >= 0 else []), token])
         logits = torch.stack([self.target.logits(self.text + path) for path in paths])
         rows = [[self.length + d, t] for d, t in zip(tree.depths.tolist(), tokens)]
         return logits, Features(hidden=torch.tensor(rows, dtype=torch.float32))
 
     def commit(self, path):
         parents = self.tree.parents.tolist()
-        assert path[0] == 0 and all(parents[b] == a for a, b in zip(path, path[1:])), "not a path from the root"
+        assert path[0] == 0 and all(parents[b] == a for a, b in itertools.pairwise(path)), "not a path from the root"
         self.text += self.tree.token_ids[torch.tensor(path)].tolist()
 
 
@@ -87,11 +89,11 @@ class Recording:
 
     def propose(self, root, position):
         assert position == len(self.text), "the root sits behind the committed rows"
-        return self.draft(root, self.text + [root])
+        return self.draft(root, [*self.text, root])
 
 
 class Knowing(Recording):
-    """Drafts a chain of `num_drafts` of which the first right(round) are the target's greedy tokens, the next one wrong."""
+    """Drafts a chain of `num_drafts`: the first right(round) are the target's greedy tokens, the next one is wrong."""
 
     def __init__(self, target, num_drafts, right=None):
         super().__init__()
@@ -141,5 +143,5 @@ def generation(round_lengths, *, token_ids=None, prompt_ids=(1,), draft_lengths=
     token_ids = list(range(1 + sum(round_lengths))) if token_ids is None else token_ids
     draft_lengths = [max(round_lengths, default=1) - 1] * len(round_lengths) if draft_lengths is None else draft_lengths
     margins = [1.0] * len(token_ids) if margins is None else margins
-    return Generation(list(prompt_ids), token_ids, list(round_lengths), draft_lengths, "length", 0.1, decode_s, propose_s,
-                      verify_s, commit_s, margins)  # fmt: skip
+    return Generation(list(prompt_ids), token_ids, list(round_lengths), draft_lengths, "length", 0.1, decode_s,
+                      propose_s, verify_s, commit_s, margins)  # fmt: skip

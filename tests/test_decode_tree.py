@@ -1,4 +1,4 @@
-"""Chains, best-first trees and their masks, against brute force."""
+"""Chains and best-first trees, against brute force."""
 
 import itertools
 import random
@@ -9,7 +9,7 @@ from helpers_decode import random_tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_train.decode.tree import ancestor_mask, build_ddtree, chain_tree, check_tree, is_chain, limit_depth
+from dflash_train.decode.tree import build_ddtree, chain_tree, check_tree, is_chain, limit_depth
 from dflash_train.records import Tree
 
 
@@ -41,8 +41,8 @@ def random_logits(seed: int, num_depths: int, vocab_size: int, scale: float) -> 
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.integers(0, 10_000), st.integers(1, 4), st.integers(2, 5), st.sampled_from([0.1, 1.0, 5.0]), st.integers(1, 60))
-def test_the_best_first_tree_is_the_brute_force_list_of_most_probable_prefixes(seed, num_depths, vocab_size, scale, budget):
+@given(st.integers(0, 999), st.integers(1, 4), st.integers(2, 5), st.sampled_from([0.1, 1.0, 5.0]), st.integers(1, 60))
+def test_the_best_first_tree_is_brute_forces_most_probable_prefixes(seed, num_depths, vocab_size, scale, budget):
     """Trap 29: the built tree equals brute force's M most probable prefixes, in their order."""
     logits = random_logits(seed, num_depths, vocab_size, scale)
     tree = build_ddtree(3, logits, budget)
@@ -102,30 +102,7 @@ def test_a_chain_is_a_tree_of_width_one():
     check_tree(tree, 10)
     assert is_chain(tree) and tree.num_draft_nodes == 3
     assert tree.parents.tolist() == [-1, 0, 1, 2] and tree.depths.tolist() == [0, 1, 2, 3]
-    assert torch.equal(ancestor_mask(tree), torch.ones(4, 4, dtype=torch.bool).tril())
     assert len(chain_tree(5, [])) == 1 and is_chain(chain_tree(5, []))
-
-
-def test_depths_and_mask_of_the_reference_tree():
-    """Trap 27: positions follow depth, [0,1,1,2,2,2] for parents [-,0,0,1,1,2], and siblings do not see each other."""
-    tree = Tree(torch.tensor([9, 1, 2, 3, 4, 5]), torch.tensor([-1, 0, 0, 1, 1, 2]), torch.tensor([0, 1, 1, 2, 2, 2]))
-    check_tree(tree)
-    rows = [set(torch.nonzero(row).flatten().tolist()) for row in ancestor_mask(tree)]
-    assert rows == [{0}, {0, 1}, {0, 2}, {0, 1, 3}, {0, 1, 4}, {0, 2, 5}]
-
-
-@given(st.integers(0, 10_000), st.integers(1, 30))
-@settings(max_examples=60, deadline=None)
-def test_the_mask_equals_a_walk_to_the_root(seed, num_nodes):
-    tree = random_tree(random.Random(seed), 0, num_nodes, 12)
-    check_tree(tree)
-    mask = ancestor_mask(tree)
-    for i in range(len(tree)):
-        walk, node = set(), i
-        while node >= 0:
-            walk.add(node)
-            node = int(tree.parents[node])
-        assert set(torch.nonzero(mask[i]).flatten().tolist()) == walk
 
 
 @given(st.integers(0, 10_000), st.integers(1, 25), st.integers(0, 6))

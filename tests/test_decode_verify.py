@@ -78,7 +78,8 @@ def test_a_tree_that_contains_the_chain_accepts_at_least_as_much(seed, chain_len
         paths.append([*paths[parent], token])
     tree = Tree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(depths))
     on_tree = follow(tree, [int(target.logits(path).argmax()) for path in paths])
-    on_chain = follow(chain_tree(0, chain), [int(target.logits([0, *chain[:i]]).argmax()) for i in range(chain_length + 1)])
+    chain_tokens = [int(target.logits([0, *chain[:i]]).argmax()) for i in range(chain_length + 1)]
+    on_chain = follow(chain_tree(0, chain), chain_tokens)
     assert len(on_tree.path) >= len(on_chain.path)
     assert on_tree.path[: len(on_chain.path)] == on_chain.path
 
@@ -116,7 +117,9 @@ def test_processed_distribution_equals_hugging_faces_processors():
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     logits = torch.randn(30, 50, generator=torch.Generator().manual_seed(2)) * 2
-    scores = TopPLogitsWarper(0.8)(None, TopKLogitsWarper(20)(None, TemperatureLogitsWarper(0.7)(None, logits.double())))
+    scores = logits.double()
+    for warper in (TemperatureLogitsWarper(0.7), TopKLogitsWarper(20), TopPLogitsWarper(0.8)):
+        scores = warper(None, scores)
     torch.testing.assert_close(processed_probs(logits, Sampling(0.7, 0.8, 20)), scores.softmax(-1))
 
 
@@ -168,7 +171,7 @@ def exact_law(target: TableTarget, sampling: Sampling) -> dict[tuple[int, ...], 
 
 
 def chi_square_z(counts: dict, law: dict, total: int) -> float:
-    """Normal score of Pearson's statistic (Wilson-Hilferty), cells of expectation < 5 merged; inf where law says never."""
+    """Normal score of Pearson's statistic (Wilson-Hilferty), small cells merged; inf where the law is 0."""
     if any(law[cell] == 0 for cell in counts):
         return math.inf
     cells, rest = [], [0.0, 0.0]
@@ -232,7 +235,8 @@ def test_rejection_with_equal_distributions_keeps_everything():
     probs = processed_probs(logits, sampling)
     draft_probs = torch.cat([torch.zeros(1, 6, dtype=torch.float64), probs[:3]])
     for seed in range(20):
-        tokens = draw(probs[:3], torch.rand(3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))).tolist()
+        uniforms = torch.rand(3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        tokens = draw(probs[:3], uniforms).tolist()
         verdict = Verifier(sampling, "rejection", seed).verify(chain_tree(0, tokens, draft_probs), logits)
         assert verdict.path == [0, 1, 2, 3]
 
@@ -241,8 +245,9 @@ def test_rejection_falls_back_to_the_target_where_the_residual_is_empty():
     """A draft outside p's support with q == p elsewhere leaves max(p - q, 0) empty: the bonus comes from p."""
     logits = torch.tensor([[0.0, float("-inf"), 0.0], [0.0, 0.0, 0.0]])
     draft_probs = torch.tensor([[0.0, 0.0, 0.0], [0.5, 1e-9, 0.5]], dtype=torch.float64)
-    bonuses = {Verifier(Sampling(1.0), "rejection", s).verify(chain_tree(0, [1], draft_probs), logits).bonus for s in range(30)}
-    assert bonuses == {0, 2}
+    tree = chain_tree(0, [1], draft_probs)
+    verdicts = [Verifier(Sampling(1.0), "rejection", seed).verify(tree, logits) for seed in range(30)]
+    assert {verdict.bonus for verdict in verdicts} == {0, 2} and all(verdict.path == [0] for verdict in verdicts)
 
 
 def test_rejection_refuses_trees_and_chains_without_probabilities():

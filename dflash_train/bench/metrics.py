@@ -58,7 +58,7 @@ class Interval:
 
 
 def prompt_counts(results: Iterable[PromptResult]) -> dict[tuple[str, str], tuple[int, int]]:
-    """(tokens, rounds) of the counted rounds per prompt (task, id), turns together; prompts without a round are left out."""
+    """Counted (tokens, rounds) per prompt (task, id), turns together. Prompts without a round are absent."""
     counts: dict[tuple[str, str], tuple[int, int]] = {}
     for result in results:
         lengths = result.generation.round_lengths
@@ -80,7 +80,7 @@ def macro_acceptance(results: Iterable[PromptResult]) -> float | None:
 
 
 def acceptance_by_position(results: Iterable[PromptResult]) -> list[float]:
-    """Entry k-1: share of all counted rounds that committed at least k tokens before their last one, k = 1 .. deepest draft.
+    """Entry k-1: share of the counted rounds that committed at least k tokens before their last one, k = 1 .. deepest.
 
     Unconditional (every round is in the denominator), so 1 + sum(entries) is the pooled acceptance length.
     """
@@ -115,7 +115,7 @@ def pooled_interval(results: Iterable[PromptResult], seed: int = 0) -> Interval 
 
 
 def paired_difference(a: MethodResult, b: MethodResult, seed: int = 0) -> dict[str, Interval]:
-    """Pooled acceptance of a against b on the same prompts: {"difference": a - b, "ratio": a / b}, prompts resampled in pairs.
+    """Pooled acceptance of a against b on the same prompts, resampled in pairs: {"difference": a - b, "ratio": a / b}.
 
     Raises UserError when the two were not measured on the same prompts.
     """

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dflash_train.decode.verify import Sampling
 from dflash_train.records import Features, FeatureSpec, TargetHead, Tree
@@ -53,4 +52,4 @@ class Proposer(Protocol):
 class ProposerFactory(Protocol):
     """The signature of `Proposer.__init__` in every module of PROPOSERS."""
 
-    def __call__(self, drafter: torch.nn.Module | None, head: TargetHead | None, settings: DraftSettings) -> Proposer: ...
+    def __call__(self, drafter: nn.Module | None, head: TargetHead | None, settings: DraftSettings) -> Proposer: ...

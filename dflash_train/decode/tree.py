@@ -1,4 +1,4 @@
-"""Trees of drafted tokens: the chain, DDTree's best-first tree, their masks, and what makes a tree well formed.
+"""Trees of drafted tokens: the chain, DDTree's best-first tree, and what makes a tree well formed.
 
 A tree is topologically ordered: node 0 is the last committed token, parents[i] < i, siblings carry different tokens.
 Positions follow depth, never the node's index: node i sits at (tokens before the root) + depths[i].
@@ -24,7 +24,7 @@ def build_ddtree(root: int, logits: Tensor, budget: int) -> Tree:
 
     logits: [S-1, V] of one draft pass, row d for depth d+1, any device. A prefix's score is the sum of float32
     log-softmax values over the full vocabulary, at temperature 1. Nodes come in the order in which they were taken, so
-    the tree of a smaller budget is a prefix of the tree of a larger one. Equal scores: the smaller rank tuple first, and
+    the tree of a smaller budget is the beginning of a larger one's. Equal scores: the smaller rank tuple first, and
     ranks order equal logits by token id. Fewer nodes than the budget only when there are no more prefixes.
     """
     assert logits.dim() == 2 and budget >= 1, (logits.shape, budget)
@@ -80,17 +80,6 @@ def limit_depth(tree: Tree, max_depth: int) -> Tree:
     parents = torch.where(parents < 0, parents, new_index[parents.clamp(min=0)])
     draft_probs = None if tree.draft_probs is None else tree.draft_probs[keep.to(tree.draft_probs.device)]
     return Tree(tree.token_ids[keep], parents, tree.depths[keep], draft_probs)
-
-
-def ancestor_mask(tree: Tree) -> Tensor:
-    """bool[M, M]: entry (i, j) is True where node j is i or an ancestor of i, that is, where i may look at j."""
-    mask = torch.eye(len(tree), dtype=torch.bool)
-    rows, ancestors = torch.arange(len(tree)), tree.parents
-    for _ in range(int(tree.depths.max())):
-        ancestors = ancestors.clamp(min=0)  # past the root: the root again, which every node sees
-        mask[rows, ancestors] = True
-        ancestors = tree.parents[ancestors]
-    return mask
 
 
 def is_chain(tree: Tree) -> bool:

@@ -1,6 +1,6 @@
 """The accept rules. Whatever was drafted, what comes out follows the target's own distribution.
 
-    temperature 0     from the root, walk to the child that carries the target's argmax; where none does, it is the bonus.
+    temperature 0     from the root, walk to the child with the target's argmax token; without one, it is the bonus.
     accept=sample     the same walk with the target's sample instead of its argmax: the emitted tokens are the target's
                       own samples, whatever the tree. Works for any tree drafted without looking at the sample.
     accept=rejection  chains drawn from known draft probabilities q: token x stays when u * q(x) < p(x); the first one
@@ -53,7 +53,7 @@ def processed_probs(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """One token per row by inverse CDF: probs [R, V] float64, uniforms [R] in [0, 1) -> i64[R]. Never a token of probability 0."""
+    """One possible token per row by inverse CDF: probs [R, V] float64, uniforms [R] in [0, 1) -> i64[R]."""
     cdf = probs.cumsum(dim=-1)
     tokens = (cdf <= uniforms.unsqueeze(-1) * cdf[..., -1:]).sum(dim=-1)
     positive = torch.arange(probs.shape[-1], device=probs.device).where(probs > 0, -1)
