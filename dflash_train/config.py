@@ -223,6 +223,7 @@ class WandbConfig:
 class TrainConfig:
     """The optimizer's view. One row = row_tokens packed tokens; global_batch rows make one step."""
 
+    seed: int = 0  # of the initial weights, the order and the anchors
     loss: str = "ce_decay"  # ce_decay | dpace | kl
     gamma: float | None = None  # of ce_decay; null = 7 / 5 / 4 for block_size 16 / 10 / 8, else block_size / 2
     dpace_alpha: float = 0.5
