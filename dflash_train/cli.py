@@ -82,9 +82,12 @@ def plugin(table: dict[str, str], kind: str, field: str):
 
 
 def _typed_options(node, table: dict[str, str], field: str) -> None:
-    """Second typed pass: `options` merged into the plug-in's Options, so an unknown key fails by its full name."""
+    """Second typed pass: `options` merged into the plug-in's Options, so an unknown key fails by its full name.
+
+    A module with several small plug-ins has OPTIONS by kind instead of one Options.
+    """
     module = plugin(table, node.kind, f"{field}.kind")
-    schema = OmegaConf.structured(module.Options)
+    schema = OmegaConf.structured(module.OPTIONS[node.kind] if hasattr(module, "OPTIONS") else module.Options)
     try:
         merged = OmegaConf.merge(schema, node.options)
         node.options = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
@@ -103,6 +106,7 @@ def _config_error(error: OmegaConfBaseException, prefix: str = "") -> UserError:
 
 def build_run(stage: str, cfg: DictConfig) -> configs.Run:
     """Composed Hydra config -> typed, checked run config. Raises UserError naming the full key."""
+    from dflash_train.data import SOURCES
     from dflash_train.drafter import DRAFTERS
     from dflash_train.store import STORES
     from dflash_train.target import TARGETS
@@ -115,6 +119,8 @@ def build_run(stage: str, cfg: DictConfig) -> configs.Run:
     for field, table in (("target", TARGETS), ("store", STORES), ("drafter", DRAFTERS)):
         if hasattr(run, field):
             _typed_options(getattr(run, field), table, field)
+    for name, source in run.data.sources.items():
+        _typed_options(source, SOURCES, f"data.sources.{name}")
     return run
 
 

