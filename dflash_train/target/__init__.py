@@ -6,7 +6,8 @@ TARGETS maps `target.kind` to the module that has it. Each exports `Options` (a 
     prepare(config) -> TargetFiles              folder, tokenizer, spec with fingerprint; fetched, but not loaded
     load(config, hardware) -> TargetModel       loaded onto the device
 
-`mask_token.check_mask_token(target.mask_token_id, files)` works on what `prepare` returns (a loaded target has it as `.files`).
+`mask_token.check_mask_token(target.mask_token_id, files)` takes
+what `prepare` returns (a loaded target has it as `.files`).
 """
 
 TARGETS = {

@@ -7,6 +7,7 @@ call `session_attention`, and that one writes the new keys and values into the s
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -119,7 +120,7 @@ class HFSession:
 
     @torch.inference_mode()
     def prefill(self, token_ids: Tensor) -> tuple[Tensor, Features]:
-        """token_ids i64[P] -> (logits of the last token [V] float32, Features of all P rows). Only on a fresh session."""
+        """token_ids i64[P] -> (logits of the last token [V] float32, Features of all P rows). Starts a session."""
         assert self.length == 0, "prefill starts a session; make a new one for another prompt"
         positions = torch.arange(len(token_ids))
         normed, features = self._run(token_ids, positions, None)
@@ -141,7 +142,7 @@ class HFSession:
         assert self.pending is not None, "commit without a forward"
         parents = self.pending.parents
         assert path and path[0] == 0, f"a path starts at the root: {path}"
-        assert all(parents[b] == a for a, b in zip(path, path[1:])), f"not a path of the tree: {path}"
+        assert all(parents[b] == a for a, b in pairwise(path)), f"not a path of the tree: {path}"
         self.cache.keep(path)
         self.pending = None
 

@@ -1,6 +1,7 @@
 """What every target offers, and the one place where a layer id meets Hugging Face's numbering."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -12,7 +13,7 @@ from dflash_train.util.errors import UserError
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """Sizes and identity. embedding_rows may exceed the tokenizer's vocabulary; fingerprint names these very weights."""
+    """Sizes and identity. embedding_rows may exceed the tokenizer's vocabulary; fingerprint names these weights."""
 
     name: str
     num_layers: int
@@ -24,7 +25,7 @@ class TargetSpec:
 
 
 class TargetSession(Protocol):
-    """One sequence being decoded, with its own preallocated cache. `length` = tokens the target has processed and kept."""
+    """One sequence being decoded, with its own preallocated cache. `length` = tokens processed and kept."""
 
     length: int
 
@@ -48,7 +49,7 @@ class TargetModel(Protocol):
     tokenizer: object
 
     def capture(self, token_ids: Tensor, layer_ids: tuple[int, ...], last_hidden: bool = False) -> Features:
-        """Right-padded token_ids i64[B, T] -> hidden [B, T, L*H] and last_hidden [B, T, H]. Rows at padding are garbage.
+        """Right-padded ids i64[B, T] -> hidden [B, T, L*H] and last_hidden [B, T, H]. Rows at padding are garbage.
 
         The head is never called, and the pass stops after the last layer that is needed."""
 
@@ -77,7 +78,7 @@ def default_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:
         ids = (num_layers // 2,)
     else:
         ids = tuple(round(1 + i * (num_layers - 4) / (num_taps - 1)) for i in range(num_taps))
-    if any(b <= a for a, b in zip(ids, ids[1:])) or ids[0] < 0 or ids[-1] > num_layers - 2:
+    if any(b <= a for a, b in pairwise(ids)) or ids[0] < 0 or ids[-1] > num_layers - 2:
         raise UserError(
             "extract.layer_ids",
             got=f"null, and the default for {num_layers} layers and {num_taps} taps would be {list(ids)}",
@@ -94,7 +95,7 @@ def check_layer_ids(layer_ids: tuple[int, ...], num_layers: int) -> None:
         raise UserError(
             "extract.layer_ids",
             got=list(layer_ids),
-            want=f"0-based decoder layer ids within 0..{num_layers - 2} (the last layer is refused: ambiguous final norm)",
+            want=f"0-based decoder layer ids within 0..{num_layers - 2} (the last is refused: ambiguous final norm)",
         )
 
 

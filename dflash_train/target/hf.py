@@ -114,9 +114,10 @@ class HFTarget:
     @torch.inference_mode()
     def answer(self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float, top_p: float, top_k: int,
                seed: int) -> list[tuple[list[int], str]]:  # fmt: skip
-        """Answer a batch with the library's own generate -> per prompt (ids up to and with the stop token, "stop" | "length").
+        """Answer a batch with the library's own generate -> per prompt (ids with the stop token, "stop" | "length").
 
-        Greedy at temperature 0. The same seed, batch and device give the same answers; the global generator is untouched.
+        Greedy at temperature 0. The same seed, batch and device give the same answers; the global random state
+        is left as it was.
         """
         width = max(map(len, prompts))
         pad = self.model.generation_config.pad_token_id

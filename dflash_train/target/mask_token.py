@@ -18,8 +18,11 @@ def check_mask_token(mask_token_id: int | None, files: TargetFiles) -> int:
     refuse = lambda got: UserError(FIELD, got=got, want=want, fix=fix)
     if mask_token_id is None:
         raise refuse("null")
-    for name, ids in {"pad": [tokenizer.pad_token_id], "bos": [tokenizer.bos_token_id], "eos": files.spec.stop_ids}.items():
-        if mask_token_id in ids:
+    if mask_token_id in files.spec.stop_ids:
+        raise refuse(f"{mask_token_id}, the eos token")
+    named = {"pad": tokenizer.pad_token_id, "bos": tokenizer.bos_token_id, "unk": tokenizer.unk_token_id}
+    for name, token_id in named.items():
+        if mask_token_id == token_id:
             raise refuse(f"{mask_token_id}, the {name} token")
     if not 0 <= mask_token_id < num_rows:
         raise refuse(f"{mask_token_id}, but the embedding has {num_rows} rows")
