@@ -84,7 +84,7 @@ def _read_tensors(paths: list[Path]) -> dict[str, Tensor]:
         except FileNotFoundError:
             raise UserError(str(path), got="no such file", want="a drafter's weights") from None
         except SafetensorError as error:
-            raise UserError(str(path), got=f"not safetensors, or cut ({error})", fix="fetch or write it again") from None
+            raise UserError(str(path), got=f"not whole safetensors ({error})", fix="fetch or write it again") from None
     return tensors
 
 
@@ -151,7 +151,7 @@ def load_drafter(
 
 
 def write_latest(run_folder: str | Path, checkpoint: str) -> None:
-    """Name the newest complete checkpoint folder (`step-000200`) of a training run; called after all its files exist."""
+    """Name the newest complete checkpoint folder (`step-000200`) of a training run, once its files exist."""
     write_json(Path(run_folder, LATEST), {"checkpoint": checkpoint})
 
 

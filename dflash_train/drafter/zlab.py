@@ -13,9 +13,9 @@ _OTHER_MODELS = {
 
 
 def express_causality(types: list[str], modes: list[bool]) -> bool | None:
-    """Per-layer causal modes -> what `is_causal` says: None (not written) for the per-layer default, else the one mode.
+    """Per-layer causal modes -> what `is_causal` must say: None (unwritten) when they are the default, else one mode.
 
-    Loaders apply a written `is_causal` to every layer, so a mixture other than the default is refused with UserError."""
+    Loaders apply a written `is_causal` to every layer, so any other mixture is refused with UserError."""
     if modes == [kind == SLIDING for kind in types]:
         return None
     if len(set(modes)) == 1:
