@@ -11,6 +11,7 @@ import torch
 from dflash_train import cli
 from dflash_train.config import PlanRun, Run
 from dflash_train.util.device import cuda_problem
+from dflash_train.util.errors import UserError
 from dflash_train.util.io import free_bytes, human_bytes, read_json
 from dflash_train.util.log import say, table
 
@@ -55,6 +56,15 @@ def check_memory(need_bytes: int) -> Check:
     return Check("memory", available >= need_bytes,
                  f"{human_bytes(available)} available, about {human_bytes(need_bytes)} needed",
                  "close other programs, or use a smaller model or batch")  # fmt: skip
+
+
+def check_store(store) -> Check:
+    """The store (store.base.ObjectStore) exists and takes our writes."""
+    try:
+        store.check()
+    except UserError as error:
+        return Check("store", False, f"{error.field}: {error.got}", error.fix or f"want: {error.want}")
+    return Check("store", True, store.url)
 
 
 def check_device(run: Run) -> Check:
