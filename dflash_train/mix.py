@@ -1,9 +1,10 @@
-"""Stage 1: a recipe's sources become prompts.jsonl and heldout.jsonl, with every count and every dropped row in manifest.json.
+"""Stage 1: a recipe's sources become prompts.jsonl and heldout.jsonl, with every count and every dropped row in
+manifest.json.
 
     sources -> forms -> cleaning -> filters -> hold out, take by hash order -> <work_dir>/data/<recipe>/
 
-CPU only. The rows are canonical Samples that end where the target is to answer. The same recipe gives the same bytes on every
-run and machine; an existing mix is reused only when nothing that its rows depend on has changed.
+CPU only. The rows are canonical Samples that end where the target is to answer. The same recipe gives the same bytes on
+every run and machine; an existing mix is reused only when nothing that its rows depend on has changed.
 """
 
 import shutil
@@ -53,8 +54,14 @@ def ensure_mix(run: Run) -> Path:
     workspace = Path(tempfile.mkdtemp(prefix=".mixing-", dir=run.mix_dir))
     try:
         progress = Progress("mix", len(run.data.sources), "sources")
-        mix = build_mix(run.data, evaluation, workspace, limit=run.limit, on_row=lambda name: progress.update(0, rows=1),
-                        on_source=lambda name: progress.update(1))  # fmt: skip
+        mix = build_mix(
+            run.data,
+            evaluation,
+            workspace,
+            limit=run.limit,
+            on_row=lambda name: progress.update(0, rows=1),
+            on_source=lambda name: progress.update(1),
+        )
         progress.close()
         written = {split: _write(run.mix_dir, mix, split) for split in FILES}
     finally:
@@ -72,8 +79,14 @@ def needs(run: Run) -> list[Need]:
     """Every source and evaluation set, found or not, without downloading anything."""
     out = [source_need(name, source) for name, source in run.data.sources.items()]
     for task in run.data.decontaminate:
+        label = f"evaluation set {task}"
         if task in TASKS:
-            out.append(wheel_need(f"evaluation set {task}", TASKS[task].package, TASKS[task].version))
+            out.append(wheel_need(label, TASKS[task].package, TASKS[task].version))
+        elif task.startswith("file:"):
+            path = Path(task.removeprefix("file:")).expanduser()
+            out.append(Need(label, path.is_file(), f"{path}" if path.is_file() else f"{path} does not exist"))
+        else:
+            out.append(Need(label, False, "unknown", f"one of {', '.join(TASKS)}, file:<path.jsonl>"))
     return out
 
 
@@ -81,16 +94,22 @@ def checks(run: Run) -> list[Check]:
     """`needs` and the disk, as rows of the preflight table."""
     takes = [source.take or 0 for source in run.data.sources.values()]
     rows = [Check(need.name, need.ok, need.detail, need.fix) for need in needs(run)]
-    return [*rows, check_disk(run.mix_dir, max(50_000_000, sum(takes) * BYTES_PER_ROW), "work_dir=<a folder on a larger disk>")]
+    return [
+        *rows,
+        check_disk(run.mix_dir, max(50_000_000, sum(takes) * BYTES_PER_ROW), "work_dir=<a folder on a larger disk>"),
+    ]
 
 
 def todo(run: Run) -> list[str]:
     """What mixing will do."""
     wanted = {name: "all" if source.take is None else f"{source.take:,}" for name, source in run.data.sources.items()}
     return [
-        f"mix: recipe {run.data.name}, {len(wanted)} source(s): " + ", ".join(f"{count} of {n}" for n, count in wanted.items()),
-        f"     hold out {run.data.heldout_fraction:.1%} a source, decontaminate against {', '.join(run.data.decontaminate) or 'nothing'}",
-        f"     -> {run.mix_dir}/ (prompts.jsonl, heldout.jsonl, manifest.json)" + (f", limit {run.limit}" if run.limit else ""),
+        f"mix: recipe {run.data.name}, {len(wanted)} source(s): "
+        + ", ".join(f"{count} of {n}" for n, count in wanted.items()),
+        f"     hold out {run.data.heldout_fraction:.1%} a source, decontaminate against "
+        + (", ".join(run.data.decontaminate) or "nothing"),
+        f"     -> {run.mix_dir}/ (prompts.jsonl, heldout.jsonl, manifest.json)"
+        + (f", limit {run.limit}" if run.limit else ""),
     ]
 
 
@@ -124,8 +143,12 @@ def _write(folder: Path, mix: Mix, split: str) -> dict:
 
     path = folder / FILES[split]
     count = write_jsonl(path, rows())
-    return {"rows": count, "thinking": dict(sorted(thinking.items())), "sources": dict(by_source),
-            "file": {"bytes": path.stat().st_size, "sha256": sha256_file(path), "rows": count}}  # fmt: skip
+    return {
+        "rows": count,
+        "thinking": dict(sorted(thinking.items())),
+        "sources": dict(by_source),
+        "file": {"bytes": path.stat().st_size, "sha256": sha256_file(path), "rows": count},
+    }
 
 
 def describe(run: Run, mix: Mix, written: dict[str, dict], identity: str) -> dict:
@@ -133,8 +156,7 @@ def describe(run: Run, mix: Mix, written: dict[str, dict], identity: str) -> dic
     total: Counter = Counter()
     contaminated: Counter = Counter()
     for report in mix.reports.values():
-        total.update(report.dropped)
-        total.update(report.filtered)
+        total.update(report.dropped + report.filtered)
         contaminated.update(report.contaminated)
     return {
         **provenance(cli.config_dict(run), recipe_hash=identity, seed=run.data.seed, limit=run.limit),
@@ -152,21 +174,32 @@ def describe(run: Run, mix: Mix, written: dict[str, dict], identity: str) -> dic
 def _source_entry(run: Run, name: str, report: SourceReport, written: dict[str, dict]) -> dict:
     source = run.data.sources[name]
     return {
-        "kind": source.kind, "license": source.license, "bucket": source.bucket, "revision": source.revision,
-        "wanted": source.take, "read": report.read, "converted": report.converted, "dropped": dict(sorted(report.dropped.items())),
-        "repaired": dict(sorted(report.notes.items())), "prompts": report.prompts, "filtered": dict(sorted(report.filtered.items())),
-        "contaminated": dict(report.contaminated), "kept": report.kept, "taken": report.taken, "heldout": report.heldout,
+        "kind": source.kind,
+        "license": source.license,
+        "bucket": source.bucket,
+        "revision": source.revision,
+        "wanted": source.take,
+        "read": report.read,
+        "converted": report.converted,
+        "dropped": dict(sorted(report.dropped.items())),
+        "skipped": dict(sorted(report.skipped.items())),
+        "repaired": dict(sorted(report.repaired.items())),
+        "prompts": report.prompts,
+        "filtered": dict(sorted(report.filtered.items())),
+        "contaminated": dict(report.contaminated),
+        "kept": report.kept,
+        "taken": report.taken,
+        "heldout": report.heldout,
         "written": {split: counts["sources"].get(name, 0) for split, counts in written.items()},
-    }  # fmt: skip
+    }
 
 
 def _print_report(run: Run, mix: Mix, manifest: dict) -> None:
-    columns = ["source", "read", "not usable", "duplicate", "contaminated", "other filters", "kept", "taken", "held out"]
+    columns = ["source", "read", "not chosen", "dropped", "kept", "taken", "held out"]
     rows = []
     for name, report in mix.reports.items():
-        other = report.filtered.total() - report.filtered["duplicate"] - report.filtered["contaminated"]
-        counts = [report.read, report.dropped.total(), report.filtered["duplicate"], report.filtered["contaminated"], other,
-                  report.kept, report.taken, report.heldout]  # fmt: skip
+        dropped = report.dropped.total() + report.filtered.total()
+        counts = [report.read, report.skipped.total(), dropped, report.kept, report.taken, report.heldout]
         rows.append([name, *[f"{count:,}" for count in counts]])
     table(f"mix: {run.data.name}", columns, rows)
     for name, report in mix.reports.items():
@@ -176,8 +209,12 @@ def _print_report(run: Run, mix: Mix, manifest: dict) -> None:
         elif wanted is not None and report.taken != wanted:
             say(f"mix: {name} gives {report.taken:,} rows where {wanted:,} were asked for (data.allow_short=true)")
     size = sum(fact["bytes"] for fact in manifest["files"].values())
-    say(f"mix: {manifest['rows']['train']:,} train and {manifest['rows']['heldout']:,} held-out prompts, {human_bytes(size)} in "
-        f"{run.mix_dir}; every dropped row is counted by reason in manifest.json")  # fmt: skip
+    say(
+        f"mix: {manifest['rows']['train']:,} train and {manifest['rows']['heldout']:,} held-out prompts, "
+        f"{human_bytes(size)} in {run.mix_dir}"
+    )
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in manifest["dropped"].items())
+    say(f"mix: dropped: {reasons or 'nothing'} (by source in manifest.json)")
 
 
 if __name__ == "__main__":

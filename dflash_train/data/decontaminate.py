@@ -1,4 +1,5 @@
-"""Does a training row contain an evaluation item? 13-word n-grams, 40-character grams for CJK, whole texts where shorter."""
+"""Does a training row contain an evaluation item? 13-word n-grams, 40-character grams for CJK, whole texts where
+shorter."""
 
 import re
 import unicodedata
@@ -22,7 +23,8 @@ def words_of(text: str) -> tuple[list[str], str]:
 
 
 def grams_of(text: str) -> tuple[set[tuple[str, ...]], str | None]:
-    """An evaluation text's n-grams (tuples of words, or of CJK characters), or the whole text where it is too short for any."""
+    """An evaluation text's n-grams (tuples of words, or of CJK characters), or the whole text where it is too short for
+    any."""
     words, cjk = words_of(text)
     grams = set(_windows(tuple(words), NUM_WORDS)) if len(words) >= MIN_CONTAINED_WORDS else set()
     if len(cjk) >= MIN_CONTAINED_CJK:
@@ -40,7 +42,8 @@ def _whole(words: list[str], cjk: str) -> str:
 
 
 class Decontaminator:
-    """Finds evaluation text in training text. tasks: {task: [item]}, an item being the texts of one evaluation example."""
+    """Finds evaluation text in training text. tasks: {task: [item]}, an item being the texts of one evaluation
+    example."""
 
     def __init__(self, tasks: dict[str, list[tuple[str, ...]]]):
         num_items: Counter = Counter()

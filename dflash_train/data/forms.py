@@ -11,11 +11,11 @@ A form only finds the parts; `clean.py` repairs or refuses them.
 """
 
 import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dflash_train.data.clean import PLACEHOLDERS, Drop, clean_tools, parse_literal
-from dflash_train.util.provenance import canonical_json
+from dflash_train.data.clean import PLACEHOLDERS, SURROGATE, Drop, clean_text, clean_tools, parse_literal
 
 ID_KEYS = ("id", "uuid", "prompt_id", "conversation_id", "task_id", "question_id", "_id")
 PROMPT_KEYS = ("prompt", "question", "query", "problem", "turns")
@@ -23,7 +23,8 @@ PROMPT_KEYS = ("prompt", "question", "query", "problem", "turns")
 
 @dataclass
 class RawRow:
-    """One row of a source, before cleaning. Either `messages` hold a raw conversation, or `drop` says why they do not.
+    """One row of a source, before cleaning: `messages` hold a raw conversation, or `drop` says what is wrong with the
+    row, or `skip` which rule of the source left it out (that is no defect, and strict mode does not mind it).
 
     location: file:line, for messages. group: rows of one group never fall on both sides of the hold-out (None = alone).
     notes: repairs worth counting that lost nothing.
@@ -39,6 +40,7 @@ class RawRow:
     group: str | None = None
     notes: tuple[str, ...] = ()
     drop: str | None = None
+    skip: str | None = None
 
 
 def row_id(row: dict, id_field: str | None = None) -> str:
@@ -47,8 +49,9 @@ def row_id(row: dict, id_field: str | None = None) -> str:
         value = row.get(key)
         if isinstance(value, int | str) and not isinstance(value, bool) and str(value).strip():
             text = " ".join(str(value).split())
-            return text if len(text) <= 120 else hashlib.sha1(text.encode("utf-8", "surrogatepass")).hexdigest()
-    text = canonical_json(row) if not id_field else canonical_json([id_field, row])
+            usable = len(text) <= 120 and not SURROGATE.search(text)
+            return text if usable else hashlib.sha1(text.encode("utf-8", "surrogatepass")).hexdigest()
+    text = json.dumps(row, sort_keys=True, default=str)  # str: Parquet has dates and bytes
     return hashlib.sha1(text.encode("utf-8", "surrogatepass")).hexdigest()[:20]
 
 
@@ -127,23 +130,36 @@ def detect(row: dict) -> str:
     raise Drop("unknown_form")
 
 
-def convert(row: object, form: str, location: str, upstream: dict, *, prompt_field: str | None = None,
-            system_field: str | None = None, id_field: str | None = None) -> RawRow:  # fmt: skip
+def convert(
+    row: object,
+    form: str,
+    location: str,
+    upstream: dict,
+    *,
+    prompt_field: str | None = None,
+    system_field: str | None = None,
+    id_field: str | None = None,
+) -> RawRow:
     """One decoded row -> RawRow; a row that does not fit comes back with its `drop` reason."""
     if not isinstance(row, dict):
         return RawRow(location, drop="row_not_an_object")
     try:
-        name = detect(row) if form == "auto" and not prompt_field else "prompt" if form == "auto" else form
-        messages = FORMS[name](row, prompt_field, system_field)
-        tools = clean_tools(row.get("tools"))
-        identity = row_id(row, id_field)
+        name = form if form != "auto" else "prompt" if prompt_field else detect(row)
+        raw = RawRow(
+            location,
+            row_id(row, id_field),
+            FORMS[name](row, prompt_field, system_field),
+            clean_tools(row.get("tools")),
+            upstream,
+        )
+        if isinstance(row.get("license"), str) and row["license"].strip():
+            raw.license = clean_text(row["license"])
+        if name == "native":
+            raw.thinking = row.get("thinking")
+            if raw.thinking not in (None, "on", "off"):
+                raise Drop("bad_thinking_mode")
     except Drop as drop:
         return RawRow(location, drop=drop.reason)
     except RecursionError:
         return RawRow(location, drop="nested_too_deep")
-    license_name = row.get("license")
-    thinking = row.get("thinking") if name == "native" else None
-    if thinking not in (None, "on", "off"):
-        return RawRow(location, drop="bad_thinking_mode")
-    return RawRow(location, identity, messages, tools, upstream,
-                  license=license_name if isinstance(license_name, str) and license_name else None, thinking=thinking)  # fmt: skip
+    return raw

@@ -1,10 +1,12 @@
-"""The one mixer: read every source, filter, deduplicate, hold out, take by hash order, shuffle. A pure function of its inputs.
+"""The one mixer: read every source, filter, deduplicate, hold out, take by hash order, shuffle. A pure function of its
+inputs.
 
-    read -> convert, clean -> prompts (one turn or all) -> ROW_FILTERS -> [spool on disk] -> SET_FILTERS -> hold out, take -> order
+    read -> convert, clean -> prompts (one turn or all) -> ROW_FILTERS -> [spool on disk] -> SET_FILTERS -> hold out,
+    take -> order
 
-Sampling is without replacement: within a source rows stand in the order of sha256(seed|source|id) and the first `take` are
-taken, so a smaller take is a prefix of a larger one. The lowest `heldout_fraction` of the hash range is set aside before that.
-Rows wait in a temporary file; memory holds one small `Candidate` a row.
+Sampling is without replacement: within a source rows stand in the order of sha256(seed|source|id) and the first `take`
+are taken, so a smaller take is a prefix of a larger one. The lowest `heldout_fraction` of the hash range is set aside
+before that. Rows wait in a temporary file; memory holds one small `Candidate` a row.
 """
 
 import json
@@ -30,8 +32,8 @@ HASH_RANGE = 2**64
 
 @dataclass(slots=True)
 class Candidate:
-    """A prompt that passed the row filters. order: its place in the source's hash order; heldout: in the held-out range;
-    keys: what exact deduplication compares; offset, size: its row's bytes in the source's spool."""
+    """A prompt that passed the row filters. order: its place in the source's hash order; heldout: in the held-out
+    range; keys: what exact deduplication compares; offset, size: its row's bytes in the source's spool."""
 
     source: str
     id: str
@@ -45,12 +47,14 @@ class Candidate:
 
 @dataclass
 class SourceReport:
-    """What happened to a source's rows. read = converted + dropped; prompts = kept + filtered; kept >= heldout + taken."""
+    """What happened to a source's rows: read = converted + skipped + dropped, prompts = kept + filtered (with
+    data.turns=one prompts = converted), and kept - taken - heldout rows were not asked for."""
 
     read: int = 0
     converted: int = 0
+    skipped: Counter = field(default_factory=Counter)  # by the source's own rule: not chosen, but nothing wrong
     dropped: Counter = field(default_factory=Counter)
-    notes: Counter = field(default_factory=Counter)
+    repaired: Counter = field(default_factory=Counter)
     prompts: int = 0
     filtered: Counter = field(default_factory=Counter)
     duplicates: Counter = field(default_factory=Counter)  # by the source whose row was kept
@@ -82,11 +86,18 @@ class Mix:
                 f.close()
 
 
-def build_mix(data: DataConfig, evaluation: dict[str, list[tuple[str, ...]]], workspace: Path, *, limit: int | None = None,
-              on_row: Callable[[str], None] = lambda name: None,
-              on_source: Callable[[str], None] = lambda name: None) -> Mix:  # fmt: skip
-    """Mix the recipe's sources. evaluation: {task: [item texts]} that no row may contain; workspace: an empty folder for spools;
-    limit: only the first rows of the final order; on_row, on_source: called for progress. Raises UserError for an unreadable, bad (strict) or short source."""
+def build_mix(
+    data: DataConfig,
+    evaluation: dict[str, list[tuple[str, ...]]],
+    workspace: Path,
+    *,
+    limit: int | None = None,
+    on_row: Callable[[str], None] = lambda name: None,
+    on_source: Callable[[str], None] = lambda name: None,
+) -> Mix:
+    """Mix the recipe's sources. evaluation: {task: [item texts]} that no row may contain; workspace: an empty folder
+    for spools; limit: only the first rows of the final order; on_row, on_source: called for progress. Raises UserError
+    for an unreadable, bad (strict) or short source."""
     reports = {name: SourceReport() for name in data.sources}
     row_filters = [LengthFilter(data), ContaminationFilter(evaluation)]
     candidates: list[Candidate] = []
@@ -105,8 +116,15 @@ def build_mix(data: DataConfig, evaluation: dict[str, list[tuple[str, ...]]], wo
 # ---------------------------------------------------------------- reading one source
 
 
-def _collect(name: str, source: SourceConfig, data: DataConfig, row_filters: list, spool: Path, report: SourceReport,
-             on_row: Callable[[str], None]) -> list[Candidate]:  # fmt: skip
+def _collect(
+    name: str,
+    source: SourceConfig,
+    data: DataConfig,
+    row_filters: list,
+    spool: Path,
+    report: SourceReport,
+    on_row: Callable[[str], None],
+) -> list[Candidate]:
     """Candidates of one source in hash order; their rows go to `spool`."""
     out: list[Candidate] = []
     seen_ids: Counter = Counter()
@@ -114,16 +132,24 @@ def _collect(name: str, source: SourceConfig, data: DataConfig, row_filters: lis
         for raw in read_source(name, source, data):
             report.read += 1
             on_row(name)
+            if raw.skip:
+                report.skipped[raw.skip] += 1
+                continue
+            repairs = set(raw.notes)
             try:
-                messages = _clean(raw)
+                messages = _clean(raw, repairs)
             except Drop as drop:
                 if data.strict:
-                    raise UserError(raw.location, got=f"a row that cannot be used ({drop.reason})",
-                                    want="clean rows, since data.strict=true", fix="data.strict=false counts it") from None  # fmt: skip
+                    raise UserError(
+                        raw.location,
+                        got=f"a row that cannot be used ({drop.reason})",
+                        want="clean rows, since data.strict=true",
+                        fix="data.strict=false counts it",
+                    ) from None
                 report.dropped[drop.reason] += 1
                 continue
             report.converted += 1
-            report.notes.update(raw.notes)
+            report.repaired.update(repairs)
             seen_ids[raw.id] += 1
             if seen_ids[raw.id] > 1:  # ids repeat in real sets; the sample's own id may not
                 raw.id = f"{raw.id}~{seen_ids[raw.id]}"
@@ -140,17 +166,18 @@ def _collect(name: str, source: SourceConfig, data: DataConfig, row_filters: lis
     return out
 
 
-def _clean(raw: RawRow) -> list[dict]:
+def _clean(raw: RawRow, repairs: set[str]) -> list[dict]:
     if raw.drop:
         raise Drop(raw.drop)
     try:
-        return clean_messages(raw.messages)
+        return clean_messages(raw.messages, repairs)
     except RecursionError:
         raise Drop("nested_too_deep") from None
 
 
 def prompt_ends(messages: list[dict]) -> list[int]:
-    """Lengths of the prefixes that an assistant answers: each ends at a user turn or at the last of a run of tool results."""
+    """Lengths of the prefixes that an assistant answers: each ends at a user turn or at the last of a run of tool
+    results."""
     ends = []
     for index, message in enumerate(messages):
         following = messages[index + 1]["role"] if index + 1 < len(messages) else "assistant"
@@ -170,23 +197,43 @@ def _prompts(name: str, source: SourceConfig, data: DataConfig, raw: RawRow, mes
         share = data.thinking_share.get(source.bucket, 0.0)
         # By conversation, so that all turns of one are answered in the same mode.
         hashed = "on" if stable_hash(data.seed, "thinking", name, raw.id) < share * HASH_RANGE else "off"
-        yield Sample(id=sample_id, source=name, license=raw.license or source.license, bucket=source.bucket, split="train",
-                     thinking=raw.thinking or hashed, messages=messages[:end], tools=raw.tools, upstream=raw.upstream)  # fmt: skip
+        yield Sample(
+            id=sample_id,
+            source=name,
+            license=raw.license or source.license,
+            bucket=source.bucket,
+            split="train",
+            thinking=raw.thinking or hashed,
+            messages=messages[:end],
+            tools=raw.tools,
+            upstream=raw.upstream,
+        )
 
 
-def _candidate(data: DataConfig, name: str, raw: RawRow, messages: list[dict], sample: Sample, offset: int, size: int) -> Candidate:
+def _candidate(
+    data: DataConfig, name: str, raw: RawRow, messages: list[dict], sample: Sample, offset: int, size: int
+) -> Candidate:
     group = stable_hash(data.seed, name, raw.group if raw.group is not None else raw.id)
     # Both the whole conversation and the prompt cut out of it: copies may have been cut at different turns.
     keys = tuple({dedupe_key(messages, sample.tools), dedupe_key(sample.messages, sample.tools)})
-    return Candidate(name, sample.id, stable_hash(data.seed, name, raw.id), group < data.heldout_fraction * HASH_RANGE,
-                     keys, f"{name}/{raw.id}", offset, size)  # fmt: skip
+    return Candidate(
+        name,
+        sample.id,
+        stable_hash(data.seed, name, raw.id),
+        group < data.heldout_fraction * HASH_RANGE,
+        keys,
+        f"{name}/{raw.id}",
+        offset,
+        size,
+    )
 
 
 # ---------------------------------------------------------------- filters
 
 
 class LengthFilter:
-    """Characters of all messages between data.min_prompt_chars and data.max_prompt_chars (tokens are counted when rendering)."""
+    """Characters of all messages between data.min_prompt_chars and data.max_prompt_chars (tokens are counted when
+    rendering)."""
 
     def __init__(self, data: DataConfig):
         self.low, self.high = data.min_prompt_chars, data.max_prompt_chars
@@ -219,8 +266,8 @@ def dedupe_key(messages: list[dict], tools: list[dict] | None) -> bytes:
 
 
 def exact_dedupe(candidates: list[Candidate], reports: dict[str, SourceReport]) -> list[Candidate]:
-    """Of rows with a common key the first stays: the earliest source of the recipe, and within it the first in hash order.
-    Held-out rows take part, so a train row never repeats a held-out one."""
+    """Of rows with a common key the first stays: the earliest source of the recipe, and within it the first in hash
+    order. Held-out rows take part, so a train row never repeats a held-out one."""
     owner: dict[bytes, tuple[str, str]] = {}
     out = []
     for candidate in candidates:
@@ -242,7 +289,9 @@ SET_FILTERS: list[Callable[[list[Candidate], dict[str, SourceReport]], list[Cand
 # ---------------------------------------------------------------- hold out and take
 
 
-def _choose(data: DataConfig, candidates: list[Candidate], reports: dict[str, SourceReport]) -> tuple[list[Candidate], list[Candidate]]:
+def _choose(
+    data: DataConfig, candidates: list[Candidate], reports: dict[str, SourceReport]
+) -> tuple[list[Candidate], list[Candidate]]:
     """(train, heldout). The held-out range of a large source may hold far more rows than its take asks for: as many as
     heldout_fraction of the take are kept, the rest of the range stays unused rather than trained on."""
     by_source: dict[str, list[Candidate]] = {name: [] for name in data.sources}

@@ -3,11 +3,12 @@
     evals        OpenAI Evals' registry: task prompts with system and few-shot turns                           MIT
     stdlib_code  this Python's own functions: signature and docstring, "write the body"                        PSF-2.0
     pydoc        the language reference's topics, "explain ..."                                                PSF-2.0
-    bfcl         Berkeley function-calling questions with their tool schemas                                   Apache-2.0
-    chatterbot   small talk, several turns                                                                     BSD
+    bfcl         Berkeley function-calling questions with their tool schemas
+    Apache-2.0 chatterbot   small talk, several turns
+    BSD
 
-Wheels are pinned by version. The standard library is whatever runs: Python 3.11 and 3.12 differ in some functions and topics, so
-the rows of stdlib_code and pydoc differ between them too (the manifest records the version).
+Wheels are pinned by version. The standard library is whatever runs: Python 3.11 and 3.12 differ in some functions and
+topics, so the rows of stdlib_code and pydoc differ between them too (the manifest records the version).
 """
 
 import ast
@@ -88,6 +89,14 @@ OPTIONS = {"evals": EvalsOptions, "stdlib_code": StdlibOptions, "pydoc": PydocOp
            "chatterbot": ChatterbotOptions}  # fmt: skip
 
 
+class Skip(Exception):
+    """The source's own rule leaves this row out."""
+
+    def __init__(self, reason: str):
+        self.reason = reason
+        super().__init__(reason)
+
+
 def read(name: str, config: SourceConfig, data: DataConfig) -> Iterator[RawRow]:
     """Every row of the package's source. Raises UserError when the wheel cannot be had."""
     options = OPTIONS[config.kind](**config.options)
@@ -112,16 +121,16 @@ def _evals(options: EvalsOptions, seed: int) -> Iterator[RawRow]:
         best: list[tuple[int, str, RawRow]] = []  # max-heap by negated hash: the per_folder lowest stay
         seen: set[str] = set()
         for row in _evals_folder(folder, root, options):
-            if row.drop is None and row.id in seen:
-                row.drop = "duplicate_in_folder"
-            if row.drop is not None:
+            if row.id in seen:
+                row.skip = "duplicate_in_folder"
+            if row.drop or row.skip:
                 yield row
                 continue
             seen.add(row.id)
             heapq.heappush(best, (-stable_hash(seed, "folder cap", row.id), row.id, row))
             if len(best) > options.per_folder:
                 row = heapq.heappop(best)[2]
-                row.drop = "over_folder_cap"
+                row.skip = "over_folder_cap"
                 yield row
         yield from (row for _, _, row in sorted(best, key=lambda item: -item[0]))
 
@@ -137,8 +146,8 @@ def _evals_folder(folder: Path, root: Path, options: EvalsOptions) -> Iterator[R
                 upstream = {"dataset": options.package, "config": folder.name, "row": f"{relative}:{number}"}
                 try:
                     yield _evals_row(json.loads(line), location, upstream, options)
-                except Drop as drop:
-                    yield RawRow(location, drop=drop.reason)
+                except Skip as skip:
+                    yield RawRow(location, skip=skip.reason)
                 except ValueError:
                     yield RawRow(location, drop="bad_json")
 
@@ -146,13 +155,13 @@ def _evals_folder(folder: Path, root: Path, options: EvalsOptions) -> Iterator[R
 def _evals_row(row: object, location: str, upstream: dict, options: EvalsOptions) -> RawRow:
     turns = row.get("input") if isinstance(row, dict) else None
     if not isinstance(turns, list) or not turns:
-        raise Drop("unknown_form")
+        raise Skip("not_a_chat_prompt")
     messages = [_evals_message(turn) for turn in turns]
     text = "\n".join(message["content"] for message in messages)
     if not options.min_chars <= len(text) <= options.max_chars:
-        raise Drop("length_outside_bounds")
+        raise Skip("length_outside_bounds")
     if len(text.encode("ascii", "ignore")) < options.min_ascii_share * len(text):
-        raise Drop("too_little_ascii")
+        raise Skip("too_little_ascii")
     if all(message["role"] == "system" for message in messages):  # the task itself was filed as a system message
         messages = [{"role": "user", "content": "\n\n".join(message["content"] for message in messages)}]
     return RawRow(location, digest(messages, 20), messages, upstream=upstream)
@@ -160,7 +169,7 @@ def _evals_row(row: object, location: str, upstream: dict, options: EvalsOptions
 
 def _evals_message(turn: object) -> dict:
     if not isinstance(turn, dict) or not isinstance(turn.get("content"), str):
-        raise Drop("unknown_form")
+        raise Skip("not_a_chat_prompt")
     # Few-shot examples are system messages with these names, after OpenAI's old convention.
     role = {"example_user": "user", "example_assistant": "assistant"}.get(turn.get("name"), turn.get("role"))
     return {"role": role, "content": turn["content"]}
@@ -198,7 +207,8 @@ def _stdlib_code(options: StdlibOptions, seed: int) -> Iterator[RawRow]:
 
 
 def _functions_of(tree: ast.Module, module: str, options: StdlibOptions) -> Iterator[RawRow]:
-    """Top-level functions and methods with a docstring. All of a file share one group, so hold-out never splits a file."""
+    """Top-level functions and methods with a docstring. All of a file share one group, so hold-out never splits a
+    file."""
     owners = [(None, tree), *((node.name, node) for node in tree.body if isinstance(node, ast.ClassDef))]
     for owner, parent in owners:
         for node in parent.body:
@@ -207,10 +217,10 @@ def _functions_of(tree: ast.Module, module: str, options: StdlibOptions) -> Iter
             location = f"{module}:{node.lineno}"
             doc = ast.get_docstring(node)
             if not doc:
-                yield RawRow(location, drop="no_docstring")
+                yield RawRow(location, skip="no_docstring")
                 continue
             if len(doc) < options.min_doc_chars:
-                yield RawRow(location, drop="short_docstring")
+                yield RawRow(location, skip="short_docstring")
                 continue
             name = f"{owner}.{node.name}" if owner else node.name
             head = ast.unparse(_signature(node))
@@ -218,7 +228,7 @@ def _functions_of(tree: ast.Module, module: str, options: StdlibOptions) -> Iter
             ask = STDLIB_ASKS[stable_hash("ask", module, name) % len(STDLIB_ASKS)]
             text = f"{ask} {place} the module `{_module_name(module)}`.\n\n```python\n{head}\n```"
             if len(text) > options.max_chars:
-                yield RawRow(location, drop="length_outside_bounds")
+                yield RawRow(location, skip="length_outside_bounds")
                 continue
             yield RawRow(location, f"{module}:{name}", [{"role": "user", "content": text}], group=module,
                          upstream={"dataset": "python", "row": f"{module}:{name}"})  # fmt: skip
@@ -258,7 +268,8 @@ def _bfcl(options: BfclOptions, seed: int) -> Iterator[RawRow]:
                     row = json.loads(line)
                     # Not the recipe's seed: what is kept for measuring must not move with it.
                     if stable_hash("bfcl", row["id"]) / 2**64 >= options.train_share:
-                        raise Drop("kept_for_evaluation")
+                        yield RawRow(location, skip="kept_for_evaluation")
+                        continue
                     yield RawRow(location, str(row["id"]), row["question"][0], clean_tools(row["function"]),
                                  {"dataset": options.package, "config": name, "row": str(row["id"])})  # fmt: skip
                 except Drop as drop:

@@ -1,4 +1,5 @@
-"""What a recipe asks for: is each source reachable, how many rows does each give, and has anything changed since last time."""
+"""What a recipe asks for: is each source reachable, how many rows does each give, and has anything changed since last
+time."""
 
 import importlib
 import importlib.util
@@ -40,8 +41,12 @@ def source_need(name: str, config: SourceConfig) -> Need:
     """Whether the source can be read, found out without any download."""
     label = f"data.sources.{name}"
     if config.form not in KNOWN_FORMS:
-        return Need(label, False, f"row form '{config.form}' is not supported by this version (it has {', '.join(KNOWN_FORMS)})",
-                    f"'~{label}', or convert it to one of those and set {label}.form")  # fmt: skip
+        return Need(
+            label,
+            False,
+            f"row form '{config.form}' is not supported by this version (it has {', '.join(KNOWN_FORMS)})",
+            f"'~{label}', or convert it to one of those and set {label}.form",
+        )
     if config.kind == "files":
         try:
             found = find_files(name, config)
@@ -63,8 +68,12 @@ def _hub_need(label: str, config: SourceConfig) -> Need:
     if constants.HF_HUB_OFFLINE:
         return Need(label, False, f"{config.path}, but HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE")
     if config.options.get("gated") and not get_token():
-        return Need(label, False, f"{config.path} is gated and there is no token",
-                    f"accept its licence at {licence_page(config.path)}, then set HF_TOKEN")  # fmt: skip
+        return Need(
+            label,
+            False,
+            f"{config.path} is gated and there is no token",
+            f"accept its licence at {licence_page(config.path)}, then set HF_TOKEN",
+        )
     revision = f"at {config.revision[:12]}" if config.revision else "at its newest revision (set revision to pin it)"
     return Need(label, True, f"{config.path} on the hub, {revision}")
 
@@ -75,20 +84,33 @@ def wheel_need(label: str, package: str, version: str) -> Need:
     if folder.is_dir():
         return Need(label, True, f"{package} {version} in {folder}")
     has_pip = importlib.util.find_spec("pip") is not None
-    return Need(label, has_pip, f"{package} {version}, " + ("pip downloads it" if has_pip else "not cached, and there is no pip"),
-                f"python -m ensurepip, or unzip its wheel into {folder}")  # fmt: skip
+    return Need(
+        label,
+        has_pip,
+        f"{package} {version}, " + ("pip downloads it" if has_pip else "not cached, and there is no pip"),
+        f"python -m ensurepip, or unzip its wheel into {folder}",
+    )
 
 
 # ---------------------------------------------------------------- identity
 
 
 def recipe_hash(data: DataConfig, limit: int | None, facts: dict) -> str:
-    """Equal for two runs exactly when they make the same mix. `facts` are inputs outside the recipe (evaluation texts)."""
+    """Equal for two runs exactly when they make the same mix. `facts` are inputs outside the recipe (evaluation
+    texts)."""
     recipe = asdict(data)
     del recipe["answers"]  # belongs to regenerate
     inputs = {name: _input_fact(name, source) for name, source in data.sources.items()}
-    return digest({"rules": RULES_VERSION, "recipe": recipe, "order": list(data.sources), "limit": limit, "inputs": inputs,
-                   "facts": facts})  # fmt: skip
+    return digest(
+        {
+            "rules": RULES_VERSION,
+            "recipe": recipe,
+            "order": list(data.sources),
+            "limit": limit,
+            "inputs": inputs,
+            "facts": facts,
+        }
+    )
 
 
 def _input_fact(name: str, source: SourceConfig) -> object:
@@ -104,8 +126,9 @@ def _input_fact(name: str, source: SourceConfig) -> object:
 
 
 def plan_takes(data: DataConfig, available: dict[str, int]) -> dict[str, int]:
-    """Rows to take of each source. A source with fewer than its `take` (or none at all) is refused, unless data.allow_short:
-    then the others of its bucket give more, in proportion to their own takes, as far as they have rows."""
+    """Rows to take of each source. A source with fewer than its `take` (or none at all) is refused, unless
+    data.allow_short: then the others of its bucket give more, in proportion to their own takes, as far as they have
+    rows."""
     wants = {name: available[name] if source.take is None else source.take for name, source in data.sources.items()}
     empty = [name for name, source in data.sources.items() if available[name] == 0 and source.take != 0]
     short = {name: want for name, want in wants.items() if available[name] < want}
@@ -115,22 +138,32 @@ def plan_takes(data: DataConfig, available: dict[str, int]) -> dict[str, int]:
             "data.sources",
             got="; ".join(f"{name} has {available[name]:,} rows after filters and hold-out" for name in names),
             want="; ".join(f"{wants[name]:,} of {name}" if name in short else f"rows of {name}" for name in names),
-            fix=" ".join(f"data.sources.{name}.take={available[name]}" if available[name] else f"'~data.sources.{name}'"
-                         for name in names) + ", or data.allow_short=true",
-        )  # fmt: skip
+            fix=" ".join(
+                f"data.sources.{name}.take={available[name]}" if available[name] else f"'~data.sources.{name}'"
+                for name in names
+            )
+            + ", or data.allow_short=true",
+        )
     takes = {name: min(want, available[name]) for name, want in wants.items()}
     for bucket in dict.fromkeys(source.bucket for source in data.sources.values()):
         members = [name for name, source in data.sources.items() if source.bucket == bucket]
         _spread(sum(wants[name] - takes[name] for name in members), members, wants, takes, available)
     total = sum(takes.values())
     if data.total is not None and total != data.total and not data.allow_short:
-        raise UserError("data.total", got=f"{total:,} rows from the sources' takes", want=f"{data.total:,}",
-                        fix=f"data.total={total}, or data.total=null")  # fmt: skip
+        raise UserError(
+            "data.total",
+            got=f"{total:,} rows from the sources' takes",
+            want=f"{data.total:,}",
+            fix=f"data.total={total}, or data.total=null",
+        )
     return takes
 
 
-def _spread(deficit: int, members: list[str], wants: dict[str, int], takes: dict[str, int], available: dict[str, int]) -> None:
-    """Add `deficit` rows to `takes` of members that have spare rows, in proportion to wants (largest remainder first)."""
+def _spread(
+    deficit: int, members: list[str], wants: dict[str, int], takes: dict[str, int], available: dict[str, int]
+) -> None:
+    """Add `deficit` rows to `takes` of members that have spare rows, in proportion to wants (largest remainder
+    first)."""
     spare: Callable[[str], int] = lambda name: available[name] - takes[name]
     while deficit > 0:
         givers = [name for name in members if spare(name) > 0 and wants[name] > 0]

@@ -84,8 +84,11 @@ def find_files(name: str, config: SourceConfig) -> list[Path]:
     else:
         found = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
     if not found:
-        raise UserError(field, got=f"{config.path} (no such file)" if not path.is_dir() else f"{path} (no data files in it)",
-                        want=f"a file, folder or glob of {', '.join(SUFFIXES)}")  # fmt: skip
+        raise UserError(
+            field,
+            got=f"{config.path} (no such file)" if not path.is_dir() else f"{path} (no data files in it)",
+            want=f"a file, folder or glob of {', '.join(SUFFIXES)}",
+        )
     unknown = [p for p in found if not p.name.endswith(SUFFIXES)]
     if unknown:
         raise UserError(field, got=str(unknown[0]), want=f"a name that ends in one of {', '.join(SUFFIXES)}")
@@ -104,7 +107,8 @@ def _open(path: Path):
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, object]]:
-    """JSONL line by line; a .json file as an array, or as JSONL under the wrong name. A cut gzip ends as one bad row."""
+    """JSONL line by line; a .json file as an array, or as JSONL under the wrong name. A cut gzip ends as one bad
+    row."""
     try:
         with _open(path) as f:
             head = f.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
@@ -150,7 +154,8 @@ def _encoding(path: Path) -> str:
 
 
 def _array_rows(path: Path) -> Iterator[tuple[int, object]]:
-    """Rows of one JSON array, decoded one by one, so a file cut in the middle still gives every whole row before the cut."""
+    """Rows of one JSON array, decoded one by one, so a file cut in the middle still gives every whole row before the
+    cut."""
     encoding = _encoding(path)
     decode = json.JSONDecoder(strict=False).raw_decode
     reader = codecs.getincrementaldecoder(encoding)(errors="ignore")
@@ -195,7 +200,8 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, object]]:
 
 
 def strip_nulls(value: object) -> object:
-    """Columnar formats give every row the union of all rows' nested keys, null where a row had none: take those out again."""
+    """Columnar formats give every row the union of all rows' nested keys, null where a row had none: take those out
+    again."""
     if isinstance(value, dict):
         return {key: strip_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -233,7 +239,14 @@ def hub_error(name: str, config: SourceConfig, error: Exception) -> UserError:
     """What went wrong with a data set, by name, with the page where its licence is accepted."""
     text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     gated = "gated" in str(error).lower() or "401" in str(error) or "403" in str(error)
-    fix = f"accept its licence at {licence_page(str(config.path))} and set HF_TOKEN" if gated else (
-        f"check {licence_page(str(config.path))} (name, split '{config.split}', revision), the network, "
-        f"or leave the source out: '~data.sources.{name}'")  # fmt: skip
-    return UserError(f"data.sources.{name}: data set {config.path}", got=text, want="a data set this machine may read", fix=fix)
+    fix = (
+        f"accept its licence at {licence_page(str(config.path))} and set HF_TOKEN"
+        if gated
+        else (
+            f"check {licence_page(str(config.path))} (name, split '{config.split}', revision), the network, "
+            f"or leave the source out: '~data.sources.{name}'"
+        )
+    )
+    return UserError(
+        f"data.sources.{name}: data set {config.path}", got=text, want="a data set this machine may read", fix=fix
+    )
