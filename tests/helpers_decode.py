@@ -145,3 +145,50 @@ def generation(round_lengths, *, token_ids=None, prompt_ids=(1,), draft_lengths=
     margins = [1.0] * len(token_ids) if margins is None else margins
     return Generation(list(prompt_ids), token_ids, list(round_lengths), draft_lengths, "length", 0.1, decode_s,
                       propose_s, verify_s, commit_s, margins)  # fmt: skip
+
+
+# ---------------------------------------------------------------- a real drafter for the tiny target
+
+PROMPT_IDS = [1, 50, 61, 43, 77, 2, 90, 33, 58, 64, 71, 45]
+
+
+def tiny_drafter(target, *, block_size=6, layer_types=None, sliding_window=None, seed=0):
+    """A random two-layer drafter for a tiny target: random norm gains, weight std 0.15, reads layers 0 and 1."""
+    from dflash_train.config import DrafterConfig
+    from dflash_train.drafter.dflash import DFlashDrafter, resolve_drafter
+
+    config = DrafterConfig(name="tiny", num_layers=2, block_size=block_size, layer_types=layer_types,
+                           sliding_window=sliding_window)  # fmt: skip
+    config = resolve_drafter(config, target.text_config.to_dict(), [0, 1], 127)
+    model, generator = DFlashDrafter(config), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.uniform_(0.5, 2.0, generator=generator)
+            else:
+                parameter.normal_(0.0, 0.15, generator=generator)
+    return model
+
+
+def overfit(target, model, token_ids, num_steps=60):
+    """Train the drafter on one sequence, every position past the prompt an anchor, until it knows it by heart."""
+    from dflash_train.drafter.anchors import make_blocks
+    from dflash_train.drafter.dflash import block_hidden
+    from dflash_train.drafter.loss import Objective, draft_loss
+    from dflash_train.records import DraftBatch
+
+    ids, count = torch.tensor([token_ids]), len(token_ids)
+    hidden = target.capture(ids, tuple(model.config.target_layer_ids)).hidden.clone()  # out of inference mode
+    batch = DraftBatch(ids, torch.ones(1, count, dtype=torch.bool), torch.zeros(1, count, dtype=torch.long),
+                       torch.arange(count)[None], hidden, None, [["one"]])  # fmt: skip
+    anchors = torch.arange(len(PROMPT_IDS), count - 1)[None]
+    blocks = make_blocks(batch, anchors, anchors >= 0, block_size=model.config.block_size,
+                         mask_token_id=model.config.mask_token_id)  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    for _ in range(num_steps):
+        hidden_states = block_hidden(model, model.config, target.head(), batch, blocks, "sdpa")
+        terms = draft_loss(hidden_states, blocks, target.head(), Objective(), batch)
+        optimizer.zero_grad()
+        (terms.numerator / terms.denominator).backward()
+        optimizer.step()
+    return model
