@@ -268,14 +268,21 @@ def read_manifest(store: ObjectStore) -> dict:
 def put_manifest(store: ObjectStore, manifest: dict, must_agree: tuple[str, ...]) -> dict:
     """Write the manifest unless there is one; the one that counts is returned.
 
-    Raises UserError naming both values when an existing manifest differs in one of the `must_agree` entries.
+    Raises UserError naming both values when an existing one differs in an entry of `must_agree` ("target.fingerprint").
     """
     if store.put_bytes(MANIFEST, (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode(), if_absent=True):
         return manifest
     existing = read_manifest(store)
     for field in must_agree:
-        if existing.get(field) != manifest[field]:
-            raise UserError(f"{store.url}/{MANIFEST}: {field}", got=f"{manifest[field]} in this run",
-                            want=f"{existing.get(field)}, from which the store was made",
+        here, there = _entry(manifest, field), _entry(existing, field)
+        if here != there:
+            raise UserError(f"{store.url}/{MANIFEST}: {field}", got=f"{here} in this run",
+                            want=f"{there}, from which the store was made",
                             fix="store.root=<another place>, or the configuration the store was made with")  # fmt: skip
     return existing
+
+
+def _entry(manifest: dict, path: str) -> object:
+    for part in path.split("."):
+        manifest = manifest.get(part) if isinstance(manifest, dict) else None
+    return manifest

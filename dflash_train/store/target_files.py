@@ -35,6 +35,12 @@ def has_target_files(store: ObjectStore) -> bool:
     return all(sizes.get(f"target/{name}") == entry["bytes"] for name, entry in index.items())
 
 
+def ensure_target_files(store: ObjectStore, head: TargetHead, files: dict[str, bytes], staging_dir: str | Path) -> None:
+    """write_target_files, unless they are there."""
+    if not has_target_files(store):
+        write_target_files(store, head, files, staging_dir)
+
+
 def write_target_files(
     store: ObjectStore, head: TargetHead, files: dict[str, bytes], staging_dir: str | Path | None = None
 ) -> None:

@@ -19,6 +19,7 @@ from dflash_train.store.shard import (
 )
 from dflash_train.store.target_files import check_target_files
 from dflash_train.util.errors import UserError
+from dflash_train.util.io import human_bytes
 
 UNFINISHED_S = 24 * 3600.0
 """Temporary files and multipart uploads older than this belong to no living run."""
@@ -36,9 +37,19 @@ class Report:
     orphans: list[str] = field(default_factory=list)
     unfinished: int = 0
 
+    def lines(self) -> list[str]:
+        """The report in words."""
+        return [
+            f"verify: {self.num_shards} shards, {self.num_samples:,} samples, {self.num_tokens:,} tokens, "
+            f"{human_bytes(self.num_bytes)}",
+            f"verify: swept {len(self.orphans)} object(s) without a marker, {self.unfinished} unfinished write(s)",
+            *[f"  BAD {problem}" for problem in self.problems],
+            f"verify: {len(self.problems)} problem(s)" if self.problems else "verify: everything is good",
+        ]
+
 
 def verify_store(store: ObjectStore, folder: str | Path, threads: int = 4, sweep: bool = True) -> Report:
-    """Check content, counts, non-finite and all-zero rows of every shard, through downloads in `folder`; remove orphans.
+    """Check content, counts, non-finite and all-zero rows of every shard, downloading into `folder`; remove orphans.
 
     Run it while nobody extracts into this store: an upload whose marker is not written yet looks like an orphan.
     """
