@@ -89,7 +89,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 class ZeroEngine:
     """One trained module inside DeepSpeed.
 
-    `module(...)` must go through `forward`, so that ZeRO-3 gathers parameters; the frozen target head stays outside.
+    Calling the engine calls the module, with ZeRO-3's parameters gathered; the frozen target head stays outside.
     """
 
     def __init__(self, model: nn.Module, train: TrainConfig, zero: ZeroConfig, accumulation: int, device: torch.device):
@@ -104,8 +104,10 @@ class ZeroEngine:
         self.engine, self.optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         self.engine.checkpoint_engine.load = _load_plain_tensors
         self._world = dist.world_size()
+        self.num_forwards = 0
 
-    def forward(self, *args, **kwargs):
+    def __call__(self, *args, **kwargs):
+        self.num_forwards += 1
         return self.engine(*args, **kwargs)
 
     def set_learning_rate(self, lr: float) -> None:

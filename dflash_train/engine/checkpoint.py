@@ -1,0 +1,158 @@
+"""Training checkpoints: whole or absent, found again after any interruption, refused where they cannot continue.
+
+    output_dir/latest.json              names the newest complete checkpoint; written last
+    output_dir/step-000200/state.json   where training stands, what it was made with, and every file with its size
+                          /drafter/     the weights as a z-lab folder, which eval and export read
+                          /deepspeed/   DeepSpeed's own files: masters and optimizer state, one part a rank
+
+Training draws nothing from a random generator (anchors and order are functions of seed, epoch and step), so there is
+no generator state to keep.
+"""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from dflash_train.drafter.files import LATEST, write_latest
+from dflash_train.engine.agree import raise_everywhere
+from dflash_train.engine.zero import ZeroEngine
+from dflash_train.util import dist
+from dflash_train.util.errors import UserError
+from dflash_train.util.io import free_bytes, human_bytes, read_json, write_json
+from dflash_train.util.log import say
+
+STATE, DEEPSPEED = "state.json", "deepspeed"
+_STEP = re.compile(r"step-(\d{6,})")
+
+
+def save_checkpoint(
+    output_dir: str | Path, engine: ZeroEngine, state: dict, write_drafter: Callable[[Path, dict[str, Tensor]], object],
+    *, keep: int, need_bytes: int,
+) -> Path:  # fmt: skip
+    """Write `step-NNNNNN` (state["step"]) under a temporary name, rename it, then point latest.json at it.
+
+    A collective, at the end of an accumulation window. Keeps the newest `keep` of this run (state["run_id"]); those of
+    an earlier run in the same folder are removed. Raises UserError on every rank when the disk is too full.
+    """
+    output_dir = Path(output_dir)
+    folder = output_dir / f"step-{state['step']:06d}"
+    temporary = output_dir / f".{folder.name}.tmp"
+    raise_everywhere(_prepare(temporary, need_bytes) if dist.is_main() else None, engine.device)
+    try:
+        engine.save(str(temporary), DEEPSPEED)
+        weights = engine.gathered_state_dict()
+        error = None
+        if dist.is_main():
+            write_drafter(temporary / "drafter", weights)
+            _finish(temporary, folder, state, keep)
+    except (OSError, RuntimeError) as failure:  # torch reports a full disk as RuntimeError
+        error = UserError(str(temporary), got=f"the checkpoint could not be written: {failure}",
+                          want=human_bytes(need_bytes), fix="free some space, or train.output_dir=...")  # fmt: skip
+        shutil.rmtree(temporary, ignore_errors=True)
+    raise_everywhere(error, engine.device)
+    return folder
+
+
+def _prepare(temporary: Path, need_bytes: int) -> UserError | None:
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    free = free_bytes(temporary)
+    if free >= need_bytes:
+        return None
+    temporary.rmdir()
+    return UserError("train.output_dir", got=f"{human_bytes(free)} free at {temporary.parent}",
+                     want=f"{human_bytes(need_bytes)} for a checkpoint",
+                     fix="free some space, train.keep_checkpoints=1, or train.output_dir=...")  # fmt: skip
+
+
+def _finish(temporary: Path, folder: Path, state: dict, keep: int) -> None:
+    """Rank 0, all parts written: the list of files, the final name, latest.json, and only then the old ones go."""
+    for script in temporary.glob("zero_to_*.py"):  # DeepSpeed leaves converters, which unpickle
+        script.unlink()
+    files = {str(p.relative_to(temporary)): p.stat().st_size for p in sorted(temporary.rglob("*")) if p.is_file()}
+    write_json(temporary / STATE, {**state, "files": files})
+    if folder.exists():
+        shutil.rmtree(folder)
+    temporary.rename(folder)
+    write_latest(folder.parent, folder.name)
+    old = [path for path in step_folders(folder.parent) if path != folder]
+    same_run = [path for path in old if _read_state(path).get("run_id") == state["run_id"]]
+    for path in old:
+        if path not in same_run[: keep - 1]:
+            shutil.rmtree(path)
+
+
+def step_folders(output_dir: str | Path) -> list[Path]:
+    """Checkpoint folders, newest first; complete or not."""
+    found = [path for path in Path(output_dir).glob("step-*") if path.is_dir() and _STEP.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(_STEP.fullmatch(path.name)[1]), reverse=True)
+
+
+def _read_state(folder: Path) -> dict:
+    try:
+        return read_json(folder / STATE)
+    except UserError:
+        return {}
+
+
+def missing_part(folder: Path) -> str | None:
+    """None for a complete checkpoint, else what it lacks."""
+    state = _read_state(folder)
+    if not state:
+        return f"no readable {STATE}"
+    for name, size in state["files"].items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is not there"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes, not {size}"
+    return None
+
+
+def find_resumable(output_dir: str | Path) -> tuple[Path, dict] | None:
+    """The newest complete checkpoint that latest.json leads to, and its state; None in a folder without checkpoints.
+
+    An incomplete one is named and the previous one of the same run taken. Raises UserError when none is complete.
+    """
+    output_dir = Path(output_dir)
+    if not (output_dir / LATEST).exists():
+        return None
+    newest = output_dir / str(read_json(output_dir / LATEST).get("checkpoint"))
+    step = _STEP.fullmatch(newest.name)
+    older = [p for p in step_folders(output_dir) if step and int(_STEP.fullmatch(p.name)[1]) < int(step[1])]
+    run_id = _read_state(newest).get("run_id")
+    for folder in [newest, *older]:
+        state = _read_state(folder)
+        problem = missing_part(folder)
+        if problem is None and run_id is not None and state["run_id"] != run_id:
+            problem = "it belongs to an earlier run"
+        if problem is None:
+            return folder, state
+        say(f"WARNING: checkpoint {folder} is not usable ({problem}); looking for the one before it")
+    raise UserError(str(output_dir), got="checkpoints, but none is complete", want="one to resume from",
+                    fix="train.resume=never starts anew and replaces them")  # fmt: skip
+
+
+def check_resumable(state: dict, now: dict, folder: Path) -> None:
+    """Refuse to continue a checkpoint with something else than it was made with, before anything is loaded.
+
+    now: what this run would write as state: world_size, zero_stage, and `facts` that must agree one by one.
+    """
+    for name, unit in (("world_size", "rank(s)"), ("zero_stage", "as ZeRO stage")):
+        if state[name] != now[name]:
+            raise UserError(
+                f"{folder}: saved with {state[name]} {unit}, now {now[name]}: use {state[name]}, or "
+                f"train.init_from={folder / 'drafter'} (weights only) with another train.output_dir"
+            )
+    wrong = [key for key in now["facts"] if state["facts"].get(key) != now["facts"][key]]
+    if wrong:
+        raise UserError(f"train.resume: {folder}", got=_listing(now["facts"], wrong),
+                        want=f"{_listing(state['facts'], wrong)}, as it was saved",
+                        fix="those values, or train.resume=never, or another train.output_dir")  # fmt: skip
+
+
+def _listing(facts: dict, keys: list[str]) -> str:
+    return ", ".join(f"{key}={facts.get(key)}" for key in keys)

@@ -1,0 +1,176 @@
+"""What training needs before it may cost anything: shards, drafter shape, resume point, and what it will take."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dflash_train.config import DrafterConfig, TrainRun
+from dflash_train.drafter.dflash import DFlashDrafter, init_weights, resolve_drafter
+from dflash_train.drafter.files import find_checkpoint, load_drafter, parameter_shapes
+from dflash_train.drafter.loss import Objective, default_gamma
+from dflash_train.drafter.mask import layer_types, mask_kind
+from dflash_train.engine.checkpoint import check_resumable, find_resumable
+from dflash_train.store.base import ObjectStore
+from dflash_train.store.order import RowOrder, check_lengths, limit_markers
+from dflash_train.store.shard import Marker, list_markers
+from dflash_train.store.target_files import has_target_files
+from dflash_train.util.errors import UserError
+from dflash_train.util.provenance import digest
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# What makes a drafter compute something; name, options and initializer_range do not.
+_SHAPE_FIELDS = (
+    "num_layers", "block_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim",
+    "attention_bias", "rms_norm_eps", "rope_theta", "mask_token_id", "target_layer_ids", "num_target_layers",
+    "target_hidden_size", "vocab_size",
+)  # fmt: skip
+# A resumed run continues with exactly these; the others (lr, epochs, save_every, ...) may change.
+_FIXED_FIELDS = (
+    "seed", "loss", "gamma", "dpace_alpha", "global_batch", "row_tokens", "long_samples", "num_anchors", "dtype",
+    "weight_decay", "beta1", "beta2",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shards:
+    """train, heldout: their markers. lengths: tokens per sample of each train shard, after `limit`."""
+
+    train: list[Marker]
+    heldout: list[Marker]
+    lengths: list[list[int]]
+
+    @property
+    def num_samples(self) -> int:
+        return sum(map(len, self.lengths))
+
+
+def find_shards(store: ObjectStore, manifest: dict, limit: int | None) -> Shards:
+    """Every shard the manifest promises. Raises UserError when some are missing."""
+    train, heldout = list_markers(store, "train"), list_markers(store, "heldout")
+    for split, markers in (("train", train), ("heldout", heldout)):
+        want = manifest["shards"][split]
+        if len(markers) != want:
+            raise UserError(f"{store.url}/markers", got=f"{len(markers)} of {want} {split} shards",
+                            want="a finished extraction", fix="run extract again: it resumes")  # fmt: skip
+    if not train:
+        raise UserError(f"{store.url}/markers", got="no train shard", want="at least one")
+    return Shards(train, heldout, limit_markers(train, limit))
+
+
+def check_target_files(store: ObjectStore) -> None:
+    if not has_target_files(store):
+        raise UserError(f"{store.url}/target", got="incomplete", want="the target's embedding, head and config",
+                        fix="run extract again: it writes what is missing")  # fmt: skip
+
+
+def resolve(run: TrainRun, manifest: dict) -> DrafterConfig:
+    """The drafter's shape with every null filled from the store's manifest. Raises UserError naming a contradiction."""
+    if run.train.loss == "kl" and not manifest["last_hidden"]:
+        raise UserError("train.loss", got="kl, but the store has no last hidden states",
+                        want="a store extracted with store.last_hidden=true", fix="train.loss=ce_decay")  # fmt: skip
+    target_config, layer_ids = manifest["target"]["config"], manifest["layer_ids"]
+    config = resolve_drafter(run.drafter, target_config, layer_ids, manifest["mask_token_id"])
+    mask = run.target.mask_token_id
+    if mask is not None and mask != config.mask_token_id:
+        raise UserError("target.mask_token_id", got=mask, want=f"{config.mask_token_id}, with which the store was made",
+                        fix=f"target.mask_token_id={config.mask_token_id}")  # fmt: skip
+    return config
+
+
+def plan_order(run: TrainRun, shards: Shards) -> tuple[RowOrder, int, int]:
+    """(order, total steps, number of samples that will be cut)."""
+    train = run.train
+    num_cut = check_lengths(shards.train, shards.lengths, train.row_tokens, train.long_samples)
+    order = RowOrder([marker.shard_id for marker in shards.train], shards.lengths, seed=train.seed, epochs=train.epochs,
+                     row_tokens=train.row_tokens, global_batch=train.global_batch)  # fmt: skip
+    total = min(order.total_steps, train.max_steps) if train.max_steps else order.total_steps
+    return order, total, num_cut
+
+
+def training_facts(run: TrainRun, config: DrafterConfig, manifest: dict, shards: Shards) -> dict:
+    """What a checkpoint must agree with to be continued."""
+    facts = {f"train.{name}": getattr(run.train, name) for name in _FIXED_FIELDS}
+    facts |= {f"drafter.{name}": getattr(config, name) for name in _SHAPE_FIELDS}
+    facts |= {
+        "drafter.layer_types": layer_types(config),
+        "target fingerprint": manifest["target"]["fingerprint"],
+        "samples": f"{shards.num_samples} ({digest([[m.sha256 for m in shards.train], shards.lengths])})",
+    }
+    return facts
+
+
+def resume_point(run: TrainRun, facts: dict, world_size: int) -> tuple[Path, dict] | None:
+    """The checkpoint to continue and its state, or None to start anew. Raises UserError for one that does not fit."""
+    if run.train.resume == "never":
+        return None
+    found = find_resumable(run.train.output_dir)
+    if found is not None:
+        check_resumable(found[1], {"world_size": world_size, "zero_stage": run.zero.stage, "facts": facts}, found[0])
+    return found
+
+
+def initial_drafter(run: TrainRun, config: DrafterConfig) -> DFlashDrafter:
+    """Fresh seeded weights, or those of train.init_from, in float32. Raises UserError naming what does not fit."""
+    if run.train.init_from is None:
+        return init_weights(DFlashDrafter(config), run.train.seed)
+    path = find_checkpoint(run.train.init_from, run.train.init_from)
+    model, own = load_drafter(path, config, dtype=torch.float32)
+    differing = {name: (getattr(own, name), getattr(config, name)) for name in _SHAPE_FIELDS}
+    modes = lambda c: [(kind, mask_kind(c, kind).window, mask_kind(c, kind).causal) for kind in layer_types(c)]
+    differing["layer_types (type, window, causal)"] = (modes(own), modes(config))
+    wrong = {name: pair for name, pair in differing.items() if pair[0] is not None and pair[0] != pair[1]}
+    if wrong:
+        raise UserError(f"train.init_from: {path}", got=", ".join(f"{name}={pair[0]}" for name, pair in wrong.items()),
+                        want=", ".join(f"{name}={pair[1]}" for name, pair in wrong.items()),
+                        fix="the drafter=... and store that this file was made for")  # fmt: skip
+    return model
+
+
+def make_objective(run: TrainRun, config: DrafterConfig) -> Objective:
+    train = run.train
+    gamma = train.gamma if train.gamma is not None else default_gamma(config.block_size)
+    return Objective(train.loss, gamma, train.dpace_alpha, train.head_chunk_blocks)
+
+
+# ---------------------------------------------------------------- what it will take
+
+
+def num_parameters(config: DrafterConfig) -> int:
+    return sum(torch.Size(shape).numel() for shape in parameter_shapes(config).values())
+
+
+def checkpoint_bytes(config: DrafterConfig, dtype: str) -> int:
+    """One checkpoint: module and drafter file in the compute dtype, masters and two Adam moments in float32."""
+    return num_parameters(config) * (2 * DTYPES[dtype].itemsize + 12) + 10_000_000
+
+
+def row_bytes(run: TrainRun, manifest: dict) -> int:
+    """One packed row in host memory."""
+    width = (len(manifest["layer_ids"]) + manifest["last_hidden"]) * manifest["hidden_size"]
+    return run.train.row_tokens * (width * DTYPES[manifest["dtype"]].itemsize + 25)
+
+
+def host_bytes(run: TrainRun, manifest: dict, accumulation: int) -> int:
+    """Rows of one rank in host memory: a whole accumulation window, and those read ahead."""
+    return row_bytes(run, manifest) * (accumulation * run.train.micro_batch + 2 * run.train.prefetch_rows)
+
+
+def device_bytes(run: TrainRun, config: DrafterConfig, manifest: dict, world_size: int) -> int:
+    """Where the model lives, per rank; an estimate: weights, gradients, optimizer, head, one micro-batch."""
+    train, size = run.train, DTYPES[run.train.dtype].itemsize
+    stage = run.zero.stage
+    share = lambda bytes_, from_stage: bytes_ / world_size if stage >= from_stage else bytes_
+    parameters = num_parameters(config)
+    states = share(parameters * size, 3) + share(parameters * (size + 4), 2) + share(parameters * 12, 1)
+    tables = 1 if manifest["target"]["config"].get("tie_word_embeddings") else 2
+    head = tables * config.vocab_size * config.target_hidden_size * size
+    logits = train.head_chunk_blocks * (config.block_size - 1) * config.vocab_size * (size + 8)
+    queries = train.num_anchors * config.block_size
+    keys = train.row_tokens + queries
+    attention_width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    per_layer = queries * (6 * config.hidden_size + 3 * config.intermediate_size + 2 * attention_width) * size
+    per_layer += train.row_tokens * 4 * config.num_kv_heads * config.head_dim * size
+    row = config.num_layers * per_layer + row_bytes(run, manifest) + 2 * train.row_tokens * config.hidden_size * size
+    row += queries * keys * len(set(layer_types(config)))  # dense bool masks; block masks are smaller
+    return int(states + head + logits + train.micro_batch * row)

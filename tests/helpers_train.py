@@ -1,0 +1,137 @@
+"""A small synthetic store for the loader's and the trainer's tests, and ways to run training on it."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from hydra import compose, initialize_config_dir
+
+from dflash_train import cli
+from dflash_train.config import TrainRun
+from dflash_train.records import HiddenShard, TargetHead
+from dflash_train.store.local import LocalStore
+from dflash_train.store.shard import Marker, ShardFacts, publish_shard, put_manifest, write_shard
+from dflash_train.store.target_files import write_target_files
+
+ROOT = Path(__file__).resolve().parents[1]
+NAME = "demo-tiny"
+VOCAB, WIDTH, LAYERS, TAPS, MASK, STOP = 128, 64, 6, [1, 3], 127, 2
+TARGET_CONFIG = {
+    "hidden_size": WIDTH, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "num_hidden_layers": LAYERS, "vocab_size": VOCAB, "rope_theta": 10000.0, "max_position_embeddings": 512,
+    "tie_word_embeddings": True, "eos_token_id": STOP,
+}  # fmt: skip
+
+
+def make_shard(shard_id: str, lengths: list[int], seed: int, dtype=torch.bfloat16, prompt: int = 4) -> HiddenShard:
+    """Samples whose tokens follow a rule (next = 3 * token + 1 mod 100) that their hidden rows reveal."""
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randn(VOCAB, len(TAPS) * WIDTH, generator=torch.Generator().manual_seed(1))
+    ids, masks = [], []
+    for length in lengths:
+        token = int(torch.randint(0, 100, (), generator=generator))
+        row = []
+        for _ in range(length):
+            row.append(token)
+            token = (3 * token + 1) % 100
+        row[-1] = STOP
+        ids += row
+        masks += [False] * min(prompt, length) + [True] * max(0, length - prompt)
+    token_ids = torch.tensor(ids, dtype=torch.int32)
+    noise = 0.1 * torch.randn(len(ids), table.shape[1], generator=generator)
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    return HiddenShard([f"{shard_id}/s{j}" for j in range(len(lengths))], token_ids, torch.tensor(masks), offsets,
+                       (table[token_ids.long()] + noise).to(dtype), None, {"seed": seed})  # fmt: skip
+
+
+def make_store(
+    root: Path, train: list[list[int]], heldout: list[list[int]] = (), *, prompt: int = 4, manifest: dict | None = None
+) -> LocalStore:
+    """train, heldout: sample lengths per shard. Returns the store at root/NAME."""
+    store = LocalStore(Path(root, NAME))
+    generator = torch.Generator().manual_seed(7)
+    embedding = 0.15 * torch.randn(VOCAB, WIDTH, generator=generator)
+    facts = {
+        "target": {"name": "tiny", "fingerprint": "f" * 16, "config": TARGET_CONFIG}, "layer_ids": TAPS,
+        "hidden_size": WIDTH, "dtype": "bfloat16", "last_hidden": False, "mask_token_id": MASK,
+        "chat_template_hash": "t" * 16, "shards": {"train": len(train), "heldout": len(heldout)},
+        "samples": {"train": sum(map(len, train)), "heldout": sum(map(len, heldout))},
+        "tokens": {"train": sum(map(sum, train)), "heldout": sum(map(sum, heldout))},
+    } | (manifest or {})  # fmt: skip
+    put_manifest(store, facts, ())
+    for split, groups in (("train", train), ("heldout", heldout)):
+        for i, lengths in enumerate(groups):
+            add_shard(store, Path(root), f"{split}-{i:05d}", lengths, seed=1000 * (split == "heldout") + i, prompt=prompt)
+    head = TargetHead(embedding, embedding, torch.ones(WIDTH), 0.0, 1e-6)
+    write_target_files(store, head, {"config.json": json.dumps(TARGET_CONFIG).encode()})
+    return store
+
+
+def add_shard(store: LocalStore, root: Path, shard_id: str, lengths: list[int], seed: int, prompt: int = 4) -> Marker:
+    shard = make_shard(shard_id, lengths, seed, prompt=prompt)
+    path = root / f"{shard_id}.safetensors"
+    write_shard(path, shard)
+    marker = publish_shard(store, path, ShardFacts.of(shard_id, shard))
+    path.unlink()
+    return marker
+
+
+def overrides(folder: Path, **values: object) -> list[str]:
+    """Command-line words for a tiny run on the store at folder/store; results in folder/out."""
+    settings = {
+        "data": "demo", "target": "tiny", "drafter": "tiny", "hardware": "cpu", "hardware.num_threads": 1,
+        "store.root": f"{folder}/store", "work_dir": f"{folder}/work", "train.output_dir": f"{folder}/out",
+        "train.row_tokens": 48, "train.num_anchors": 8, "train.global_batch": 4, "train.micro_batch": 2,
+        "train.lr": 3e-3, "train.dtype": "float32", "train.epochs": 2, "train.log_every": 1, "train.eval_every": 1000,
+        "train.save_every": 1000, "train.eval_samples": 4, "train.prefetch_rows": 4, "train.head_chunk_blocks": 16,
+        "train.wandb.mode": "disabled",
+    } | values  # fmt: skip
+    return [f"{key}={'null' if value is None else value}" for key, value in settings.items()]
+
+
+def build_run(folder: Path, **values: object) -> TrainRun:
+    cli.register_recipes()
+    with initialize_config_dir(str(cli.CONF_DIR), version_base="1.3"):
+        return cli.build_run("train", compose("train", cli.rewrite_argv(overrides(folder, **values))))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def spawn(arguments: list[str], num_ranks: int = 1, timeout_s: float = 240) -> list[subprocess.CompletedProcess]:
+    """Run `python arguments...` as num_ranks gloo ranks (as a launcher would) and return what each printed."""
+    port = free_port()
+    processes = []
+    for rank in range(num_ranks):
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1",
+                     "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}  # fmt: skip
+        environment = os.environ | {name: str(value) for name, value in variables.items()}
+        processes.append(subprocess.Popen([sys.executable, *map(str, arguments)], env=environment, cwd=ROOT, text=True,
+                                          stdout=subprocess.PIPE, stderr=subprocess.PIPE))  # fmt: skip
+    results = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=timeout_s)
+            results.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
+    finally:
+        for process in processes:
+            process.kill()
+    return results
+
+
+def train(folder: Path, num_ranks: int = 1, **values: object) -> list[subprocess.CompletedProcess]:
+    """launch/train.py on the store of `folder`."""
+    return spawn(["launch/train.py", *overrides(folder, **values)], num_ranks)
+
+
+def metrics(folder: Path, key: str = "loss") -> list[dict]:
+    """Rows of metrics.jsonl that have `key`."""
+    rows = [json.loads(line) for line in Path(folder, "out", "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if key in row]
