@@ -7,6 +7,7 @@ Nothing here averages averages over batches or multiplies marginals. The unit th
 (both turns of a two-turn prompt together).
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -187,10 +188,6 @@ class Agreement:
     num_equal: int
     differences: list[Difference]
 
-    @property
-    def max_margin(self) -> float:
-        return max((difference.margin for difference in self.differences), default=0.0)
-
 
 def agreement(method: MethodResult, baseline: MethodResult) -> Agreement:
     """Compare answers token for token with the baseline's (whose margins must have been recorded).
@@ -228,11 +225,12 @@ def losslessness(result: Agreement | None, *, dtype: str, max_margin: float) -> 
     said = f"{result.num_equal} of {result.num_answers} answers equal autoregressive ones token for token ({dtype})"
     if not result.differences:
         return "equal", said
-    first = max(result.differences, key=lambda difference: difference.margin)
+    size = lambda difference: math.inf if math.isnan(difference.margin) else difference.margin
+    first = max(result.differences, key=size)
     where = f"{first.task} {first.id} token {first.position}"
     said += f"; largest margin at a first difference {first.margin:.3g} logits ({where})"
     if dtype == "float32":
         return "FAILED", f"{said}, but float32 answers must be equal"
-    if first.margin > max_margin:
+    if size(first) > max_margin:
         return "FAILED", f"{said}, above eval.max_margin={max_margin:g}"
     return "near ties", f"{said}, within eval.max_margin={max_margin:g}"
