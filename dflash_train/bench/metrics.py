@@ -115,18 +115,20 @@ def pooled_interval(results: Iterable[PromptResult], seed: int = 0) -> Interval 
     return Interval(float(total[0] / total[1]), float(low), float(high))
 
 
-def paired_difference(a: MethodResult, b: MethodResult, seed: int = 0) -> dict[str, Interval]:
+def paired_difference(a: MethodResult, b: MethodResult, seed: int = 0) -> dict[str, Interval] | None:
     """Pooled acceptance of a against b on the same prompts, resampled in pairs: {"difference": a - b, "ratio": a / b}.
 
-    Raises UserError when the two were not measured on the same prompts.
+    None where no prompt has a round in both. Raises UserError when the two were not measured on the same prompts.
     """
     prompts_a, prompts_b = ({(r.task, r.id) for r in method.results} for method in (a, b))
     counts_a, counts_b = prompt_counts(a.results), prompt_counts(b.results)
     shared = [key for key in counts_a if key in counts_b]  # a prompt answered by one token has no round
-    if prompts_a != prompts_b or not shared:
+    if prompts_a != prompts_b:
         raise UserError(f"{a.name} against {b.name}", got=f"{len(prompts_a)} and {len(prompts_b)} prompts, "
-                        f"{len(prompts_a & prompts_b)} of them the same, {len(shared)} with rounds in both",
-                        want="the same prompts, at least one with rounds", fix="measure both in one run")  # fmt: skip
+                        f"{len(prompts_a & prompts_b)} of them the same", want="the same prompts",
+                        fix="measure both in one run")  # fmt: skip
+    if not shared:
+        return None
     rows = np.array([[*counts_a[key], *counts_b[key]] for key in shared], dtype=float)
     sums, total = _resampled(rows, seed), rows.sum(axis=0)
     pooled = lambda s: (s[..., 0] / s[..., 1], s[..., 2] / s[..., 3])

@@ -106,16 +106,18 @@ def build_report(results: list[MethodResult], *, provenance: dict, facts: dict, 
         "schema": SCHEMA,
         "facts": facts,
         "methods": methods,
-        "comparisons": [comparison(other, drafted[0], seed) for other in drafted[1:]],
+        "comparisons": list(filter(None, (comparison(other, drafted[0], seed) for other in drafted[1:]))),
         "answers": [row for result in results for row in prompt_rows(result)],
         "provenance": provenance,
     }
 
 
-def comparison(a: MethodResult, b: MethodResult, seed: int) -> dict:
+def comparison(a: MethodResult, b: MethodResult, seed: int) -> dict | None:
     """Pooled acceptance of a against b on the same prompts, with paired intervals, and the prompts where a is lower
     (not listed for an ablation, which is meant to be lower)."""
     paired = metrics.paired_difference(a, b, seed)
+    if paired is None:
+        return None
     lower = metrics.lower_prompts(a, b)
     ablated = a.settings.get("ablate", "none") != "none"
     return {"method": a.name, "against": b.name, **{key: vars(value) for key, value in paired.items()},
