@@ -148,7 +148,7 @@ def naive_loss(
             token_loss = {k: -log_q[k][labels[b, n, k]] for k in slots}
             reach, product = {}, 1.0
             for k in slots:
-                product *= (1 - alpha) * math.exp(-float(token_loss[k])) + alpha
+                product *= (1 - alpha) * math.exp(-float(token_loss[k].detach())) + alpha
                 reach[k] = product
             for k in slots:
                 loss = token_loss[k]

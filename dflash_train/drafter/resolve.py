@@ -78,12 +78,12 @@ def check_mask_token(mask_token_id: int | None, embedding_rows: int, special_ids
 
 
 def check_compatible(
-    config: DrafterConfig, *, name: str, hidden_size: int, num_layers: int, vocab_size: int,
+    config: DrafterConfig, *, name: str, hidden_size: int | None, num_layers: int | None, vocab_size: int | None,
     layer_ids: list[int] | tuple[int, ...] | None = None, mask_token_id: int | None = None,
 ) -> None:  # fmt: skip
     """Refuse a drafter made for another target than `name`, with both in the message.
 
-    layer_ids, mask_token_id: null = whatever the drafter says (decoding captures what it asks for)."""
+    null = not known, or (layer_ids, mask_token_id) whatever the drafter says: decoding captures what it asks for."""
     wanted = {"hidden_size": hidden_size, "target_hidden_size": hidden_size, "num_target_layers": num_layers,
               "vocab_size": vocab_size, "target_layer_ids": None if layer_ids is None else list(layer_ids),
               "mask_token_id": mask_token_id}  # fmt: skip
