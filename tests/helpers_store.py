@@ -1,4 +1,4 @@
-"""Small shards, stores that fail on purpose, and an extraction run on a tiny target, for the store's and extract's tests."""
+"""Small shards, stores that fail on purpose, and an extraction run on a tiny target."""
 
 import json
 import random
@@ -6,7 +6,15 @@ from pathlib import Path
 
 import torch
 
-from dflash_train.config import DataConfig, ExtractConfig, ExtractRun, HardwareConfig, SourceConfig, StoreConfig, TargetConfig
+from dflash_train.config import (
+    DataConfig,
+    ExtractConfig,
+    ExtractRun,
+    HardwareConfig,
+    SourceConfig,
+    StoreConfig,
+    TargetConfig,
+)
 from dflash_train.records import HiddenShard, Sample
 from dflash_train.store.base import StoreUnavailable
 from dflash_train.store.local import LocalStore
@@ -78,7 +86,8 @@ def write_answers(run: ExtractRun, num_train: int = 8, num_heldout: int = 2, see
     text = lambda n: "".join(rng.choice("abcdefgh ijklm") for _ in range(n)).strip() or "x"
 
     def sample(split: str, number: int) -> dict:
-        messages = [{"role": "user", "content": text(4 + number)}, {"role": "assistant", "content": text(10 + 2 * number)}]
+        turns = [("user", text(4 + number)), ("assistant", text(10 + 2 * number))]
+        messages = [{"role": role, "content": content} for role, content in turns]
         return Sample(f"{split}-{number}", "toy", "MIT", "chat", split, "off", messages).to_json()
 
     run.answers_dir.mkdir(parents=True, exist_ok=True)

@@ -242,9 +242,7 @@ class S3Store:
             ) from error  # fmt: skip
         except failures.ParamValidationError as error:
             raise UserError("store.root", got=self.url, want="a valid bucket name and prefix") from error
-        except (failures.BotoCoreError, Boto3Error, OSError) as error:
-            if isinstance(error, OSError) and not isinstance(error, ConnectionError):
-                raise  # our own disk
+        except (failures.BotoCoreError, Boto3Error, ConnectionError) as error:  # not OSError: that is our own disk
             raise StoreUnavailable(name, got=f"{type(error).__name__} from {self._endpoint}", want="an answer",
                                    fix="check the network and store.options.endpoint_url") from error  # fmt: skip
 
