@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from dflash_train import cli, plan
+from dflash_train import cli, mix, plan
 from dflash_train.config import RegenerateRun, Run
 from dflash_train.data import answers as rules
 from dflash_train.data.chat import RenderDrop, Renderer
@@ -22,7 +22,7 @@ from dflash_train.target import TARGETS
 from dflash_train.util.errors import UserError
 from dflash_train.util.io import human_bytes, read_json, read_jsonl, sha256_file, write_json, write_jsonl
 from dflash_train.util.log import Progress, duration, say, table
-from dflash_train.util.provenance import provenance
+from dflash_train.util.provenance import canonical_json, provenance, redact
 
 MIX_FILES = ("prompts.jsonl", "heldout.jsonl")
 BYTES_PER_TOKEN = 24  # text and ids in samples.jsonl, and the same again in parts/ until the merge
@@ -38,13 +38,14 @@ def ensure_answers(run: Run) -> Path:
     of another target, template, sampling or mix."""
     folder, target_module = run.answers_dir, cli.plugin(TARGETS, run.target.kind, "target.kind")
     run = dataclasses.replace(run, stage="regenerate")
-    if not (folder / "manifest.json").exists():
+    complete = (folder / "manifest.json").exists()
+    if not complete:
         preflight(run, target_module.weights(run.target))
-    ensure_prompts(run)
+    ensure_prompts(run, complete)
     files = target_module.prepare(run.target)
     renderer = Renderer(files.tokenizer)
     identity = make_identity(run, files, renderer)
-    if (folder / "manifest.json").exists():
+    if complete:
         check_identity(read_json(folder / "manifest.json")["identity"], identity, folder)
         say(f"answers are complete: {folder}")
         return folder
@@ -76,10 +77,10 @@ def ensure_answers(run: Run) -> Path:
 def preflight(run: Run, weights) -> None:
     """The table: prompts, weights, disk, memory, device. Exits 2 when something is missing, before any download."""
     answers = run.data.answers
-    have = [path for path in mix_paths(run) if path.exists()]
-    rows = sum(1 for path in have for _ in read_jsonl(path)) or run.data.total or 0
+    problem = mix_problem(run)
+    rows = (run.data.total or 0) if problem else sum(1 for path in mix_paths(run) for _ in read_jsonl(path))
     text_bytes = rows * answers.max_new_tokens * BYTES_PER_TOKEN
-    found = f"{rows:,} in {run.mix_dir}" if have else f"none in {run.mix_dir} yet: mix runs first"
+    found = f"{problem}: mix runs first" if problem else f"{rows:,} in {run.mix_dir}"
     on_disk = text_bytes + weights.download_bytes + (weights.num_bytes if weights.download_bytes else 0)
     in_memory = int(1.3 * weights.num_bytes) * (2 if run.target.dtype == "float32" else 1) + 500_000_000
     checks = [
@@ -92,6 +93,9 @@ def preflight(run: Run, weights) -> None:
     say_what = f"regenerate: {run.target.name} answers {f'{rows:,} prompts' if rows else 'the mix'}, up to "
     todo = [say_what + f"{answers.max_new_tokens} tokens each, {answers.batch_size} at a time, into {run.answers_dir} "
             f"(at most {human_bytes(text_bytes)})"]  # fmt: skip
+    if problem:
+        checks += [check for check in mix.checks(run) if check.name != "disk"]
+        todo = [*mix.todo(run), *todo]
     plan.preflight(run, checks, todo)
 
 
@@ -99,12 +103,22 @@ def mix_paths(run: Run) -> list[Path]:
     return [run.mix_dir / name for name in MIX_FILES]
 
 
-def ensure_prompts(run: Run) -> None:
-    """Run `mix` first where its files are absent, and say so."""
-    if not all(path.exists() for path in mix_paths(run)):
-        from dflash_train import mix
+def mix_problem(run: Run) -> str | None:
+    """Why the prompts of this recipe are not there, or None. Needs none of the recipe's sources."""
+    manifest = run.mix_dir / "manifest.json"
+    if not all(path.exists() for path in [manifest, *mix_paths(run)]):
+        return f"no prompts in {run.mix_dir}"
+    recipe = lambda data: {key: value for key, value in data.items() if key not in ("answers", "name")}
+    mixed = read_json(manifest)["config"]["data"]
+    same = canonical_json(recipe(mixed)) == canonical_json(redact(recipe(dataclasses.asdict(run.data))))
+    return None if same else f"the recipe of {run.mix_dir} has changed"
 
-        say(f"no prompts in {run.mix_dir}: running mix first")
+
+def ensure_prompts(run: Run, answered: bool) -> None:
+    """Run `mix` first where its rows are absent or of another recipe, and say so. Complete answers do without them."""
+    problem = mix_problem(run)
+    if problem and not (answered and not any(path.exists() for path in mix_paths(run))):
+        say(f"{problem}: running mix first")
         mix.ensure_mix(run)
 
 
@@ -139,14 +153,14 @@ def make_identity(run: Run, files, renderer: Renderer) -> dict:
         "template_hash": renderer.template_hash,
         "seed": run.data.seed,
         "sampling": dataclasses.asdict(run.data.answers),
-        "mix": {path.name: sha256_file(path) for path in mix_paths(run)},
+        "mix": {path.name: sha256_file(path) for path in mix_paths(run) if path.exists()},
     }
 
 
 def check_identity(old: dict, new: dict, folder: Path) -> None:
     """Raise UserError naming both sides of the first difference."""
     for key in new:
-        if old.get(key) != new[key]:
+        if old.get(key) != new[key] and not (key == "mix" and not new[key]):
             raise UserError(f"answers in {folder}", got=f"{key} = {old.get(key)}",
                             want=f"{key} = {new[key]}, as in this run",
                             fix=f"delete {folder}, or give this run another data.name or target.name")  # fmt: skip

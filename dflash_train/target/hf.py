@@ -44,6 +44,7 @@ def load(config: TargetConfig, hardware: HardwareConfig) -> "HFTarget":
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         prepared.folder, dtype=getattr(torch, config.dtype), attn_implementation="sdpa", output_loading_info=True,
         trust_remote_code=config.trust_remote_code, use_safetensors=True,
+        ignore_mismatched_sizes=True,  # so that they are listed, and refused below with their names
         device_map={"": device} if device.type == "cuda" else None,
     )  # fmt: skip
     refuse_missing(info, prepared)
