@@ -10,7 +10,7 @@ import torch
 
 from dflash_train import cli
 from dflash_train.config import PlanRun, Run
-from dflash_train.util.device import cuda_problem
+from dflash_train.util.device import cuda_problem, pick_device
 from dflash_train.util.errors import UserError
 from dflash_train.util.io import free_bytes, human_bytes, read_json
 from dflash_train.util.log import say, table
@@ -73,6 +73,15 @@ def check_device(run: Run) -> Check:
     if run.hardware.device == "cpu" or (problem and run.hardware.device == "auto"):
         return Check("device", True, f"CPU, {os.cpu_count()} cores" + (f" ({problem})" if problem else ""))
     return Check("device", problem is None, problem or "GPU", "hardware=cpu")
+
+
+def check_gpu_memory(run: Run, need_bytes: int, fix: str) -> list[Check]:
+    """One row where a GPU will be used, none elsewhere."""
+    if run.hardware.device == "cpu" or cuda_problem():
+        return []
+    total = torch.cuda.mem_get_info(pick_device(run.hardware.device))[1]
+    return [Check("GPU memory", total >= need_bytes,
+                  f"{human_bytes(total)} on the card, about {human_bytes(need_bytes)} needed", fix)]  # fmt: skip
 
 
 # ---------------------------------------------------------------- the command

@@ -1,5 +1,6 @@
 """A report of measured methods: one JSON file that holds everything, and its table, Markdown and figure."""
 
+import re
 from pathlib import Path
 
 from dflash_train.bench import metrics
@@ -216,6 +217,18 @@ def draw_figure(report: dict, path: str | Path) -> None:
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format="png", dpi=130)
     plt.close(figure)
+
+
+def slug(text: str) -> str:
+    """'ddtree-64, shuffled rows' -> 'ddtree-64-shuffled-rows': a method's or drafter's name as a file name."""
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", text).strip("-.")
+
+
+def checkpoint_label(checkpoint: Path) -> str:
+    """What a drafter is called in file names: the last two folders that say something, e.g. 'demo-best'."""
+    path = checkpoint.absolute() if checkpoint.is_dir() else checkpoint.absolute().with_suffix("")
+    names = [part for part in path.parts[-3:] if part not in ("drafter", "checkpoints", "/")]
+    return slug("-".join(names[-2:]))
 
 
 def write_report(report: dict, folder: str | Path, name: str) -> list[Path]:

@@ -1,6 +1,7 @@
 """Which device this process computes on, decided once and said in one line when it is not the wished one."""
 
 import os
+import platform
 import warnings
 
 import torch
@@ -37,3 +38,10 @@ def pick_device(device: str, num_threads: int | None = None) -> torch.device:
     if device == "cuda":
         raise UserError("hardware.device", got=f"cuda, but {problem}", want="a usable GPU", fix="hardware=cpu")
     return torch.device("cpu")
+
+
+def device_name(device: torch.device) -> str:
+    """'NVIDIA H200', or 'CPU x86_64, 2 of 8 threads': what a measurement was made on."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU {platform.machine()}, {torch.get_num_threads()} of {os.cpu_count()} threads"

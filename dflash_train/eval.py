@@ -1,0 +1,349 @@
+"""Evaluate a drafter: the same prompts decoded autoregressively, with a chain or with a tree, by one loop.
+
+    reads    a drafter (newest checkpoint, a folder or a .safetensors file), the target, the tasks' prompts
+    writes   <eval.output_dir, or work_dir/eval/<checkpoint>>/<method>.json, .md, .png
+    exit 1   when greedy answers are not the autoregressive ones (float32), or differ at more than eval.max_margin
+
+`load_parts` once, then `compare` any number of methods over the same prompts in one process.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from dflash_train import cli, plan
+from dflash_train.bench import report as reports
+from dflash_train.bench.compatible import check_drafter, read_record
+from dflash_train.bench.conversation import Conversation
+from dflash_train.bench.metrics import MethodResult, PromptResult
+from dflash_train.bench.prompts import EXISTING, TASKS, EvalPrompt, load_task
+from dflash_train.config import EvalRun
+from dflash_train.data.chat import RenderDrop, Renderer
+from dflash_train.decode import PROPOSERS
+from dflash_train.decode.base import DraftSettings, Proposer
+from dflash_train.decode.generate import generate
+from dflash_train.decode.shuffle import ShuffledFeatures
+from dflash_train.decode.verify import Sampling, Verifier
+from dflash_train.drafter.dflash import DFlashDrafter, init_weights
+from dflash_train.drafter.files import find_checkpoint, load_drafter
+from dflash_train.records import TargetHead
+from dflash_train.target import TARGETS
+from dflash_train.target.base import TargetModel
+from dflash_train.target.files import TargetFiles
+from dflash_train.util.device import device_name
+from dflash_train.util.errors import UserError
+from dflash_train.util.io import human_bytes, sha256_file
+from dflash_train.util.log import Progress, say
+from dflash_train.util.packages import wheel_dir
+from dflash_train.util.provenance import provenance, stable_hash
+
+WARM_UP_TOKENS = 16
+
+
+def main(run: EvalRun) -> int:
+    preflight(run)
+    parts = load_parts(run)
+    method = method_of(run)
+    baseline = [Method("autoregressive")] if run.eval.baseline and method.kind != "autoregressive" else []
+    results = compare(parts, [*baseline, method])
+    report = make_report(parts, results)
+    paths = reports.write_report(report, report_folder(run, parts.checkpoint), reports.slug(method.name))
+    reports.print_report(report)
+    say("report: " + "  ".join(map(str, paths)))
+    for sentence in reports.failed(report):
+        say(f"NOT LOSSLESS: {sentence}")
+    if reports.failed(report):
+        return 1
+    if method.kind == "autoregressive":
+        say("next: " + cli.next_command("eval", run, eval="ddtree"))
+    else:
+        say("next: " + cli.next_command("export", run, **{"export.checkpoint": str(parts.checkpoint)}))
+    return 0
+
+
+# ---------------------------------------------------------------- what is compared
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to decode. kind: a key of PROPOSERS; the rest as in EvalConfig. `name` labels it."""
+
+    kind: str
+    budget: int = 64
+    block_size: int | None = None
+    ablate: str = "none"
+
+    @property
+    def name(self) -> str:
+        name = f"{self.kind}-{self.budget}" if self.kind == "ddtree" else self.kind
+        name += f" B={self.block_size}" if self.block_size else ""
+        return name + {"none": "", "shuffle_features": ", shuffled rows", "untrained": ", untrained"}[self.ablate]
+
+
+def method_of(run: EvalRun) -> Method:
+    """The method the configuration names."""
+    if run.eval.method == "autoregressive":
+        return Method("autoregressive")
+    return Method(run.eval.method, run.eval.budget, run.eval.block_size, run.eval.ablate)
+
+
+@dataclass
+class Parts:
+    """Everything loaded once. drafter and head are None without a checkpoint (autoregressive alone)."""
+
+    run: EvalRun
+    files: TargetFiles
+    renderer: Renderer
+    prompts: list[EvalPrompt]
+    target: TargetModel
+    checkpoint: Path | None = None
+    drafter: DFlashDrafter | None = None
+    drafter_record: dict = field(default_factory=dict)
+    head: TargetHead | None = None
+    skipped: Counter = field(default_factory=Counter)
+
+
+# ---------------------------------------------------------------- before anything is loaded
+
+
+def preflight(run: EvalRun) -> None:
+    """The table of needs; exits 2 when one is missing, before any download."""
+    weights = cli.plugin(TARGETS, run.target.kind, "target.kind").weights(target_config(run))
+    checks = [plan.Check(f"target {run.target.name}", weights.ok, weights.detail, weights.fix)]
+    drafter_bytes = 0
+    if run.eval.method != "autoregressive":
+        try:
+            checkpoint = find_checkpoint(run.eval.checkpoint, run.checkpoints_dir)
+            drafter_bytes = sum(file.stat().st_size for file in weight_files(checkpoint))
+            checks.append(plan.Check("drafter", True, f"{checkpoint}, {human_bytes(drafter_bytes)}"))
+        except UserError as error:
+            checks.append(plan.Check("drafter", False, str(error.got), error.fix or f"want: {error.want}"))
+    checks += [check_task(run, task) for task in run.eval.tasks]
+    scale = 2 if dtype_of(run) == "float32" else 1
+    need_bytes = int(1.2 * scale * (weights.num_bytes + drafter_bytes)) + 500_000_000
+    checks += [plan.check_device(run), plan.check_memory(need_bytes),
+               *plan.check_gpu_memory(run, need_bytes, "eval.dtype=bfloat16, a smaller target, or hardware=cpu"),
+               plan.check_disk(report_folder(run, None), weights.download_bytes + 20_000_000)]  # fmt: skip
+    names = [*(["autoregressive"] if run.eval.baseline else []), method_of(run).name]
+    plan.preflight(run, checks, [
+        f"eval: {' and '.join(dict.fromkeys(names))} on {', '.join(run.eval.tasks)} "
+        f"({num_prompts(run) or 'all'} prompts a task, up to {run.eval.max_new_tokens} new tokens each), "
+        f"target {run.target.name} in {dtype_of(run)}; report under {report_folder(run, None)}"
+    ])  # fmt: skip
+
+
+def check_task(run: EvalRun, task: str) -> plan.Check:
+    """Its prompts are here, or pip can fetch them."""
+    name = f"task {task}"
+    if task in TASKS:
+        package, version = TASKS[task].package, TASKS[task].version
+        here = wheel_dir(package, version).is_dir()
+        return plan.Check(name, True, f"{package} {version}" + ("" if here else " (pip will download it, a few MB)"))
+    if task == "heldout":
+        return plan.check_file(name, heldout_path(run), cli.next_command("regenerate", run))
+    if task.startswith("file:"):
+        return plan.check_file(name, Path(task.removeprefix("file:")).expanduser(), "name an existing file")
+    return plan.Check(name, False, "no such task", " | ".join(EXISTING))
+
+
+def heldout_path(run: EvalRun) -> Path:
+    """Held-out rows with the target's answers where there are some (those that were kept), else as they were mixed."""
+    answered = run.answers_dir / "heldout.jsonl"
+    return answered if answered.exists() else run.mix_dir / "heldout.jsonl"
+
+
+def num_prompts(run: EvalRun) -> int | None:
+    """Prompts per task: the smaller of eval.num_prompts and limit."""
+    return min((n for n in (run.eval.num_prompts, run.limit) if n is not None), default=None)
+
+
+def dtype_of(run: EvalRun) -> str:
+    return run.eval.dtype or run.target.dtype
+
+
+def target_config(run: EvalRun):
+    """The target, in eval.dtype when that is given."""
+    return replace(run.target, dtype=dtype_of(run))
+
+
+def weight_files(checkpoint: Path) -> list[Path]:
+    return sorted(checkpoint.glob("*.safetensors")) if checkpoint.is_dir() else [checkpoint]
+
+
+def report_folder(run: EvalRun, checkpoint: Path | None) -> Path:
+    """eval.output_dir, or work_dir/eval/<checkpoint's own name>."""
+    if run.eval.output_dir:
+        return Path(run.eval.output_dir)
+    if checkpoint is None:
+        return Path(run.work_dir, "eval", *([run.target.name] if run.eval.method == "autoregressive" else []))
+    return Path(run.work_dir, "eval", reports.checkpoint_label(checkpoint))
+
+
+# ---------------------------------------------------------------- loading
+
+
+def load_parts(run: EvalRun) -> Parts:
+    """Files, drafter, prompts, then the target. Raises UserError for a drafter of another target before that."""
+    module = cli.plugin(TARGETS, run.target.kind, "target.kind")
+    files = module.prepare(target_config(run))
+    renderer = Renderer(files.tokenizer)
+    checkpoint = None
+    if run.eval.method != "autoregressive":
+        checkpoint = find_checkpoint(run.eval.checkpoint, run.checkpoints_dir)
+        record = read_record(checkpoint)
+        drafter, config = load_drafter(checkpoint, run.drafter, dtype=getattr(torch, dtype_of(run)))
+        check_drafter(config, record, files, renderer, thinking=run.eval.thinking,
+                      mask_token_id=run.target.mask_token_id, allow_mismatch=run.eval.allow_mismatch)  # fmt: skip
+    prompts = []
+    for task in run.eval.tasks:
+        prompts += load_task(task, num_prompts=num_prompts(run), seed=run.eval.seed, heldout_path=heldout_path(run))
+    target = module.load(target_config(run), run.hardware)
+    parts = Parts(run, files, renderer, prompts, target, checkpoint)
+    if checkpoint is not None:
+        parts.drafter, parts.drafter_record, parts.head = drafter.to(target.device).eval(), record, target.head()
+    parts.prompts = [prompt for prompt in prompts if can_ask(parts, prompt)]
+    if not parts.prompts:
+        raise UserError("eval.tasks", got=f"no prompt that can be asked; skipped: {dict(parts.skipped)}", want="some")
+    return parts
+
+
+def can_ask(parts: Parts, prompt: EvalPrompt) -> bool:
+    """The first turn renders and fits; otherwise it is counted in parts.skipped for every method alike."""
+    try:
+        ids = Conversation(prompt, parts.run.eval.thinking, parts.renderer).ask(0)
+    except RenderDrop as drop:
+        parts.skipped[f"{prompt.task}: {drop.reason}"] += 1
+        return False
+    fits = len(ids) <= room(parts)
+    parts.skipped[f"{prompt.task}: prompt too long"] += not fits
+    return fits
+
+
+def room(parts: Parts) -> int:
+    """Longest prompt that leaves max_new_tokens within the target's positions."""
+    return parts.files.hf_config.get_text_config().max_position_embeddings - parts.run.eval.max_new_tokens
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def make_proposer(parts: Parts, method: Method) -> Proposer:
+    """The method's proposer over the loaded drafter, or over a fresh one for ablate=untrained."""
+    config = parts.run.eval
+    settings = DraftSettings(method.block_size, method.budget, config.accept, sampling_of(parts.run), config.seed)
+    module = cli.plugin(PROPOSERS, method.kind, "eval.method")
+    if method.kind != "autoregressive" and parts.drafter is None:
+        raise UserError("eval.checkpoint", got=f"none was loaded, for {method.name}", want="a drafter",
+                        fix="--method dflash or ddtree")  # fmt: skip
+    drafter: nn.Module | None = parts.drafter
+    if method.ablate == "untrained":
+        fresh = init_weights(DFlashDrafter(parts.drafter.config), config.seed)
+        drafter = fresh.to(parts.target.device, parts.target.dtype).eval()
+    proposer = module.Proposer(drafter, parts.head, settings)
+    return ShuffledFeatures(proposer, config.seed) if method.ablate == "shuffle_features" else proposer
+
+
+def sampling_of(run: EvalRun) -> Sampling:
+    return Sampling(run.eval.temperature, run.eval.top_p, run.eval.top_k)
+
+
+def compare(parts: Parts, methods: list[Method]) -> list[MethodResult]:
+    """Every method answers every prompt; methods take turns prompt by prompt (A B, B A, ...), so that a machine that
+    drifts drifts for all. Times exclude a warm-up of each method."""
+    run = parts.run
+    proposers = {method.name: make_proposer(parts, method) for method in methods}
+    results = {method.name: MethodResult(method.name, method.kind, settings_of(run, method)) for method in methods}
+    warm_up_ids = Conversation(parts.prompts[0], run.eval.thinking, parts.renderer).ask(0)
+    for proposer in proposers.values():
+        generate(parts.target, proposer, make_verifier(run), warm_up_ids, min(WARM_UP_TOKENS, run.eval.max_new_tokens))
+    progress = Progress("eval", len(parts.prompts) * len(methods), "conversations")
+    for index, prompt in enumerate(parts.prompts):
+        for method in methods if index % 2 == 0 else methods[::-1]:
+            answers = hold_conversation(parts, proposers[method.name], prompt)
+            results[method.name].results.extend(answers)
+            progress.update(tokens=sum(len(answer.generation.token_ids) for answer in answers))
+    progress.close()
+    return list(results.values())
+
+
+def hold_conversation(parts: Parts, proposer: Proposer, prompt: EvalPrompt) -> list[PromptResult]:
+    """All turns of one prompt; a later turn that cannot be asked ends it (the same for all methods when greedy)."""
+    conversation, answers = Conversation(prompt, parts.run.eval.thinking, parts.renderer), []
+    for turn in range(len(prompt.turns)):
+        try:
+            ids = conversation.ask(turn)
+        except RenderDrop:
+            ids = []
+        if not 0 < len(ids) <= room(parts):
+            parts.skipped[f"{prompt.task}: later turn"] += 1
+            break
+        verifier = make_verifier(parts.run, prompt.task, prompt.id, turn)
+        generation = generate(parts.target, proposer, verifier, ids, parts.run.eval.max_new_tokens)
+        conversation.answer(generation.token_ids)
+        answers.append(PromptResult(prompt.task, prompt.id, turn, generation))
+    return answers
+
+
+def make_verifier(run: EvalRun, *key: object) -> Verifier:
+    """The accept rule with a random stream of its own per answer, whichever prompts and methods came before."""
+    return Verifier(sampling_of(run), run.eval.accept, stable_hash("verify", run.eval.seed, *key))
+
+
+# ---------------------------------------------------------------- reporting
+
+
+def settings_of(run: EvalRun, method: Method) -> dict:
+    drafts = {"budget": method.budget} if method.kind == "ddtree" else {}
+    if method.kind != "autoregressive":
+        drafts |= {"block_size": method.block_size, "ablate": method.ablate, "accept": run.eval.accept}
+    return {**drafts, "temperature": run.eval.temperature, "top_p": run.eval.top_p, "top_k": run.eval.top_k}
+
+
+def make_report(parts: Parts, results: list[MethodResult]) -> dict:
+    """The report of `compare`'s results, with everything needed to read and repeat it."""
+    run, spec = parts.run, parts.files.spec
+    counts = Counter(prompt.task for prompt in parts.prompts)
+    facts = {
+        "target": f"{spec.name} (fingerprint {spec.fingerprint[:16]}) in {dtype_of(run)}",
+        "drafter": drafter_fact(parts),
+        "prompts": ", ".join(f"{task} {count}" for task, count in counts.items()),
+        "decoding": f"{decoding_fact(run)}, up to {run.eval.max_new_tokens} new tokens, thinking {run.eval.thinking}, "
+                    f"seed {run.eval.seed}",
+        "device": f"{device_name(parts.target.device)}, torch {torch.__version__}",
+        "speedup": "against our own autoregressive loop in the same process, interleaved prompt by prompt",
+    }  # fmt: skip
+    if skipped := {reason: count for reason, count in parts.skipped.items() if count}:
+        facts["skipped"] = str(skipped)
+    digests = {file.name: sha256_file(file) for file in weight_files(parts.checkpoint)} if parts.checkpoint else {}
+    record = provenance(
+        cli.config_dict(run), seed=run.eval.seed, chat_template_hash=parts.renderer.template_hash,
+        target={"name": spec.name, "fingerprint": spec.fingerprint},
+        drafter={"path": str(parts.checkpoint), "sha256": digests} if parts.checkpoint else None,
+        layer_ids=parts.drafter.config.target_layer_ids if parts.drafter else [], torch=torch.__version__,
+    )  # fmt: skip
+    return reports.build_report(results, provenance=record, facts=facts, dtype=dtype_of(run),
+                                max_margin=run.eval.max_margin, seed=run.eval.seed)  # fmt: skip
+
+
+def drafter_fact(parts: Parts) -> str:
+    if parts.drafter is None:
+        return "none"
+    config, step = parts.drafter.config, parts.drafter_record.get("step")
+    trained = "" if step is None else f", step {step:,}"
+    return (f"{parts.checkpoint}{trained}: {config.num_layers} layer(s), B={config.block_size}, "
+            f"reads layers {config.target_layer_ids}")  # fmt: skip
+
+
+def decoding_fact(run: EvalRun) -> str:
+    sampling = sampling_of(run)
+    if sampling.greedy:
+        return "greedy"
+    return (f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}, "
+            f"accept={run.eval.accept}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    cli.main("eval", main)
