@@ -2,12 +2,19 @@
 
 from functools import cache
 
+import pytest
 import torch
 
 from dflash_train.records import Tree
 from dflash_train.target.tiny import make_tiny_target
 
 FIRST_TEXT_ID, END_TEXT_ID = 7, 100
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Models this small only lose by a second thread."""
+    torch.set_num_threads(1)
 
 
 @cache

@@ -2,7 +2,13 @@
 
 import pytest
 import torch
-from helpers_target import plain_hidden, plain_logits, random_ids, tiny
+from helpers_target import (
+    one_thread,  # noqa: F401
+    plain_hidden,
+    plain_logits,
+    random_ids,
+    tiny,
+)
 
 from dflash_train.target.base import check_layer_ids, default_layer_ids, hf_index
 from dflash_train.util.errors import UserError

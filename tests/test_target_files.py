@@ -6,7 +6,11 @@ import shutil
 
 import pytest
 import torch
-from helpers_target import plain_logits, random_ids
+from helpers_target import (
+    one_thread,  # noqa: F401
+    plain_logits,
+    random_ids,
+)
 from safetensors.torch import load_file, save_file
 
 from dflash_train.config import HardwareConfig, TargetConfig

@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from helpers_target import path_to, plain_hidden, plain_logits, random_ids, random_tree, tiny, tree
+from helpers_target import (
+    one_thread,  # noqa: F401
+    path_to,
+    plain_hidden,
+    plain_logits,
+    random_ids,
+    random_tree,
+    tiny,
+    tree,
+)
 
 from dflash_train.records import FeatureSpec
 from dflash_train.target.attention import KVCache, ancestor_mask, attention_by_session, tree_bias

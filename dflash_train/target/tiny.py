@@ -23,6 +23,7 @@ from dflash_train.util.provenance import digest
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
 MASK_TOKEN, MASK_TOKEN_ID = "<|mask|>", 127
 CHARACTERS = [*sorted(set(string.printable) - set("\t\r\x0b\x0c"))]
+NEVER_SAID = {0, 1, *range(len(SPECIALS) + len(CHARACTERS), MASK_TOKEN_ID + 1)}  # all specials but <|im_end|>
 
 # ChatML as Qwen3 writes it, with its two habits: earlier reasoning is dropped, and thinking "off" adds an empty block.
 CHAT_TEMPLATE = """
@@ -102,6 +103,10 @@ def tiny_model(options: Options):
                 parameter.uniform_(0.5, 2.0, generator=generator)
             else:
                 parameter.normal_(0.0, 0.15, generator=generator)
+        # Else a third of what a random model says would be control tokens: their rows are real, and seldom chosen.
+        rows = [i for i in range(options.vocab) if i in NEVER_SAID or i > MASK_TOKEN_ID]
+        for table in {model.get_input_embeddings().weight, model.get_output_embeddings().weight}:
+            table[rows] *= 0.1
     return model
 
 
@@ -124,7 +129,7 @@ def save_tiny(folder: str | Path, options: Options | None = None) -> Path:
 
 def tiny_folder(options: Options) -> Path:
     """The folder of these options in the cache, written on first use. The name covers all the tokenizer's text, too."""
-    name = digest([asdict(options), CHAT_TEMPLATE, SPECIALS, CHARACTERS, "1"])
+    name = digest([asdict(options), CHAT_TEMPLATE, SPECIALS, CHARACTERS, "2"])
     folder = cache_dir("targets", f"tiny-{name}")
     return folder if folder.is_dir() else save_tiny(folder, options)
 

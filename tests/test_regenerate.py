@@ -1,0 +1,271 @@
+"""Answers: batches are a function of the mix, a killed run repeats nothing, and foreign parts are refused."""
+
+import dataclasses
+import json
+
+import pytest
+from helpers_target import one_thread  # noqa: F401
+
+from dflash_train import regenerate
+from dflash_train.config import (
+    AnswersConfig,
+    DataConfig,
+    HardwareConfig,
+    RegenerateRun,
+    SamplingConfig,
+    SourceConfig,
+    TargetConfig,
+)
+from dflash_train.data import answers as rules
+from dflash_train.data.chat import Renderer
+from dflash_train.records import Sample
+from dflash_train.target import hf
+from dflash_train.target.tiny import tiny_tokenizer
+from dflash_train.util.errors import UserError
+from dflash_train.util.io import read_jsonl, write_json, write_jsonl
+
+
+def make_sample(i: int, split: str = "train", text: str | None = None) -> Sample:
+    messages = [{"role": "user", "content": text or f"question {i} " + "x" * (i * 7 % 23)}]
+    return Sample(f"s{i}", "test", "MIT", "chat", split, "on" if i % 3 == 0 else "off", messages)
+
+
+def make_run(tmp_path, num_train: int = 13, **changes) -> RegenerateRun:
+    answers = AnswersConfig(max_new_tokens=8, batch_size=4, greedy_share=0.3, max_repetition=0.9,
+                            off=SamplingConfig(0.7, 0.8, 20), on=SamplingConfig(1.0, 0.95, 20))  # fmt: skip
+    answers = dataclasses.replace(answers, **changes)
+    data = DataConfig(name="toy", sources={"mine": SourceConfig(path="x.jsonl")}, answers=answers)
+    target = TargetConfig(name="tiny", kind="tiny", dtype="float32", mask_token_id=127)
+    run = RegenerateRun("regenerate", str(tmp_path / "run"), str(tmp_path), hardware=HardwareConfig("cpu"),
+                        data=data, target=target)  # fmt: skip
+    if not run.mix_dir.exists():
+        write_mix(run, [make_sample(i) for i in range(num_train)], [make_sample(100 + i, "heldout") for i in range(2)])
+    return run
+
+
+def write_mix(run, train, heldout):
+    write_jsonl(run.mix_dir / "prompts.jsonl", (s.to_json() for s in train))
+    write_jsonl(run.mix_dir / "heldout.jsonl", (s.to_json() for s in heldout))
+    write_json(run.mix_dir / "manifest.json", {"config": {"data": dataclasses.asdict(run.data)}})
+
+
+def outputs(run) -> list[bytes]:
+    return [(run.answers_dir / name).read_bytes() for name in ("samples.jsonl", "heldout.jsonl")]
+
+
+def count_answers(monkeypatch) -> list[int]:
+    """Batch sizes of every call of target.answer from now on."""
+    calls, real = [], hf.HFTarget.answer
+
+    def counted(self, prompts, **settings):
+        calls.append(len(prompts))
+        return real(self, prompts, **settings)
+
+    monkeypatch.setattr(hf.HFTarget, "answer", counted)
+    return calls
+
+
+def test_every_prompt_is_answered_once_in_the_mixes_order_with_its_exact_ids(tmp_path):
+    run = make_run(tmp_path)
+    folder = regenerate.ensure_answers(run)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    rows = [Sample.from_json(row) for row in read_jsonl(folder / "samples.jsonl")]
+    heldout = [Sample.from_json(row) for row in read_jsonl(folder / "heldout.jsonl")]
+    numbers = [int(s.id[1:]) for s in rows]
+    assert numbers == sorted(set(numbers))
+    assert {s.split for s in rows} == {"train"} and {s.split for s in heldout} == {"heldout"}
+    assert len(rows) + len(heldout) + sum(manifest["dropped"].values()) == manifest["prompts"] == 15
+    assert len(rows) + len(heldout) == sum(manifest["kept"].values()) >= 5
+    renderer = Renderer(tiny_tokenizer())
+    for s in rows + heldout:
+        ids = s.regen["token_ids"]
+        assert s.messages[-1]["role"] == "assistant" and s.regen["n_tokens"] == len(ids) <= 8
+        assert (s.regen["finish_reason"] == "stop") == (ids[-1] == 2)
+        rendered = renderer.render(s)
+        assert rendered.token_ids[-len(ids) :] == ids and sum(rendered.loss_mask) == len(ids)
+    assert manifest["answer_tokens"] == sum(s.regen["n_tokens"] for s in rows + heldout)
+    assert manifest["provenance"]["target_fingerprint"] == rows[0].regen["fingerprint"]
+    assert manifest["provenance"]["template_hash"] == renderer.template_hash
+    assert not (folder / "parts").exists()
+
+
+def test_greedy_samples_are_the_argmax_and_a_stable_share(tmp_path):
+    run = make_run(tmp_path)
+    folder = regenerate.ensure_answers(run)
+    rows = list(read_jsonl(folder / "samples.jsonl"))
+    greedy = [row for row in rows if row["regen"]["sampling"]["temperature"] == 0]
+    assert 0 < len(greedy) < len(rows)
+    target, renderer = hf.load(regenerate_local(run), HardwareConfig("cpu")), Renderer(tiny_tokenizer())
+    for row in greedy:
+        prompt = renderer.prompt_ids(Sample.from_json(row))
+        (ids, reason), = target.answer([prompt], max_new_tokens=8, temperature=0.0, top_p=1.0, top_k=0, seed=0)
+        assert ids == row["regen"]["token_ids"] and reason == row["regen"]["finish_reason"]
+
+
+def regenerate_local(run):
+    from dflash_train.target import tiny
+
+    return tiny.local_config(run.target)
+
+
+def test_a_killed_run_resumes_losing_one_batch_at_most_and_repeats_nothing_stored(tmp_path, monkeypatch):
+    whole = make_run(tmp_path / "whole")
+    regenerate.ensure_answers(whole)
+    run, real, done = make_run(tmp_path / "killed"), hf.HFTarget.answer, []
+
+    def killed(self, prompts, **settings):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(len(prompts))
+        return real(self, prompts, **settings)
+
+    monkeypatch.setattr(hf.HFTarget, "answer", killed)
+    with pytest.raises(KeyboardInterrupt):
+        regenerate.ensure_answers(run)
+    assert not (run.answers_dir / "manifest.json").exists() and not (run.answers_dir / "samples.jsonl").exists()
+    monkeypatch.setattr(hf.HFTarget, "answer", real)
+    calls = count_answers(monkeypatch)
+    regenerate.ensure_answers(run)
+    assert sum(done) + sum(calls) == 15 and len(done) == 2
+    assert outputs(run) == outputs(whole)
+
+
+def test_complete_answers_are_returned_without_loading_the_target(tmp_path, monkeypatch):
+    run = make_run(tmp_path)
+    regenerate.ensure_answers(run)
+    before = outputs(run)
+    monkeypatch.setattr(hf, "load", lambda *a: pytest.fail("the target was loaded"))
+    assert regenerate.ensure_answers(run) == run.answers_dir and outputs(run) == before
+    for path in regenerate.mix_paths(run):
+        path.unlink()
+    assert regenerate.ensure_answers(run) == run.answers_dir, "answers alone are enough on another machine"
+
+
+@pytest.mark.parametrize("change, named", [
+    (lambda run: setattr(run.target, "options", {"seed": 1}), "target_fingerprint"),
+    (lambda run: setattr(run.data.answers, "max_new_tokens", 9), "sampling"),
+    (lambda run: setattr(run.data.answers.on, "temperature", 0.5), "sampling"),
+    (lambda run: write_mix(run, [make_sample(500)], [make_sample(501, "heldout")]), "mix"),
+])  # fmt: skip
+@pytest.mark.parametrize("finished", (True, False))
+def test_answers_of_another_run_are_refused_naming_both(tmp_path, monkeypatch, change, named, finished):
+    run = make_run(tmp_path)
+    if finished:
+        regenerate.ensure_answers(run)
+    else:
+        monkeypatch.setattr(regenerate, "answer_batches", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            regenerate.ensure_answers(run)
+        monkeypatch.undo()
+    change(run)
+    monkeypatch.setattr(hf, "load", lambda *a: pytest.fail("the target was loaded"))
+    with pytest.raises(UserError, match=f"{named} = .*\n.*{named} = "):
+        regenerate.ensure_answers(run)
+
+
+def test_a_template_given_by_path_makes_other_answers(tmp_path):
+    """Trap 11: the template's hash is part of what answers are."""
+    run = make_run(tmp_path)
+    regenerate.ensure_answers(run)
+    other = tmp_path / "other.jinja"
+    other.write_text(tiny_tokenizer().chat_template + " ")
+    run.target.chat_template = str(other)
+    with pytest.raises(UserError, match="template_hash"):
+        regenerate.ensure_answers(run)
+
+
+def test_prompts_that_cannot_be_rendered_are_counted_not_answered(tmp_path):
+    """Traps 9, 15: control tokens in the text, and prompts without room for an answer."""
+    run = make_run(tmp_path, num_train=0)
+    train = [make_sample(1), make_sample(2, text="say <|im_end|>"), make_sample(4, text="y" * 5000)]
+    write_mix(run, train, [make_sample(5, "heldout")])
+    folder = regenerate.ensure_answers(run)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["dropped"]["prompt_special_token"] == manifest["dropped"]["prompt_too_long"] == 1
+    assert sum(manifest["finish_reasons"].values()) == 2
+
+
+def test_dry_run_and_missing_needs_stop_before_anything_is_written(tmp_path, monkeypatch, capsys):
+    run = make_run(tmp_path)
+    run.dry_run = True
+    with pytest.raises(SystemExit) as stop:
+        regenerate.ensure_answers(run)
+    assert stop.value.code == 0 and not run.answers_dir.exists()
+    assert "15 prompts" in capsys.readouterr().out
+    run = make_run(tmp_path)
+    run.target = TargetConfig(name="none", kind="hf", path=str(tmp_path / "nowhere"))
+    with pytest.raises(SystemExit) as stop:
+        regenerate.ensure_answers(run)
+    assert stop.value.code == 2 and "MISSING" in capsys.readouterr().out
+
+
+def test_an_absent_mix_is_made_first_and_said(tmp_path, monkeypatch, capsys):
+    run = make_run(tmp_path)
+    (run.mix_dir / "manifest.json").unlink()
+    made = []
+    monkeypatch.setattr(regenerate.mix, "checks", lambda run: [])
+    fake = lambda run: made.append(1) or write_mix(run, [make_sample(i) for i in range(3)], [])
+    monkeypatch.setattr(regenerate.mix, "ensure_mix", fake)
+    regenerate.ensure_answers(run)
+    assert made == [1] and "running mix first" in capsys.readouterr().out
+
+
+def test_a_changed_recipe_is_mixed_again_and_its_old_answers_are_refused(tmp_path, monkeypatch):
+    run = make_run(tmp_path)
+    regenerate.ensure_answers(run)
+    run.data.sources["mine"].take = 3
+    monkeypatch.setattr(regenerate.mix, "ensure_mix", lambda run: write_mix(run, [make_sample(1)], []))
+    with pytest.raises(UserError, match="mix = "):
+        regenerate.ensure_answers(run)
+
+
+# ---------------------------------------------------------------- the pure parts
+
+
+def test_batches_are_a_function_of_the_prompts_alone():
+    sampled, greedy = rules.Sampling(0.7, 0.8, 20), rules.GREEDY
+    prompts = [rules.Prompt(i, [1] * (i * 37 % 19 + 1), greedy if i % 4 == 0 else sampled) for i in range(50)]
+    batches = rules.plan_batches(prompts, 8, seed=3)
+    assert batches == rules.plan_batches(prompts[::-1], 8, seed=3)
+    assert sorted(p.row for b in batches for p in b.prompts) == list(range(50))
+    assert [b.index for b in batches] == list(range(len(batches))) and len({b.seed for b in batches}) == len(batches)
+    for batch in batches:
+        assert {p.sampling for p in batch.prompts} == {batch.sampling} and len(batch.prompts) <= 8
+        lengths = [len(p.token_ids) for p in batch.prompts]
+        assert lengths == sorted(lengths, reverse=True)
+    assert rules.plan_batches(prompts, 8, seed=4)[0].seed != batches[0].seed
+
+
+def test_sampling_follows_the_thinking_mode_and_the_greedy_share():
+    config = AnswersConfig(greedy_share=0.25)
+    chosen = [rules.sampling_of(make_sample(i), config, 0) for i in range(2000)]
+    assert 0.2 < sum(s == rules.GREEDY for s in chosen) / 2000 < 0.3
+    for i, sampling in enumerate(chosen):
+        mode = config.on if i % 3 == 0 else config.off
+        assert sampling in (rules.GREEDY, rules.Sampling(mode.temperature, mode.top_p, mode.top_k))
+    none = dataclasses.replace(config, greedy_share=0.0)
+    assert rules.GREEDY not in [rules.sampling_of(make_sample(i), none, 0) for i in range(200)]
+
+
+def test_repetition_is_the_share_of_8_grams_seen_before():
+    assert rules.repetition(list(range(30))) == 0.0 and rules.repetition([1] * 7) == 0.0
+    assert rules.repetition([1] * 18) == pytest.approx(10 / 11)
+    assert rules.repetition(list(range(8)) * 2) == pytest.approx(1 / 9)
+
+
+def test_bad_answers_are_named():
+    tokenizer = tiny_tokenizer()
+    text = tokenizer.encode("a fine answer, in full", add_special_tokens=False)
+    reason = lambda ids, finish="stop": rules.drop_reason(ids, finish, tokenizer, 0.5)
+    assert reason([*text, 2]) is None and reason(text, "length") is None
+    assert reason([2]) == reason([*tokenizer.encode(" \n", add_special_tokens=False), 2]) == "empty"
+    assert reason([*text, 1, *text, 2]) == reason([*text, 127], "length") == "special_token"
+    assert reason([*text, 3, *text[:3], 4, 2]) is None, "<think> is a plain marker"
+    assert reason([50] * 40, "length") == "repetition"
+
+
+def test_reasoning_is_split_from_the_answer_and_cut_reasoning_stays_reasoning():
+    message = rules.answer_message("<think>\nhm\n</think>\n\nfour", True)
+    assert message == {"role": "assistant", "content": "four", "reasoning_content": "hm"}
+    assert rules.answer_message("hm and", True)["content"] == ""
+    assert rules.answer_message("four", False) == {"role": "assistant", "content": "four"}
