@@ -108,7 +108,8 @@ def load_clean(cls, folder, **options):
 
 LAYOUTS = [
     ((FULL, FULL), {}), ((SLIDING, SLIDING), {}), ((SLIDING, FULL, SLIDING), {}),
-    ((SLIDING, FULL), {"is_causal": False}), ((FULL, SLIDING), {"is_causal": True}), ((FULL,), {"attention_bias": True}),
+    ((SLIDING, FULL), {"is_causal": False}), ((FULL, SLIDING), {"is_causal": True}),
+    ((FULL,), {"attention_bias": True}),
 ]  # fmt: skip
 
 
