@@ -69,9 +69,11 @@ def rewrite_argv(argv: list[str]) -> list[str]:
 
 
 def register_recipes() -> None:
-    """Every data_recipes/<name>.yaml is `data=<name>`."""
+    """Every data_recipes/<name>.yaml is `data=<name>`, filled up with DataConfig's defaults so that any key of it can be set."""
+    defaults = OmegaConf.to_container(OmegaConf.structured(configs.DataConfig))
     for path in sorted(RECIPES_DIR.glob("*.yaml")):
-        ConfigStore.instance().store(group="data", name=path.stem, node=OmegaConf.load(path))
+        node = OmegaConf.merge(defaults, OmegaConf.load(path))
+        ConfigStore.instance().store(group="data", name=path.stem, node=node)
 
 
 def plugin(table: dict[str, str], kind: str, field: str):

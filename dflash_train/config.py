@@ -89,6 +89,8 @@ class DataConfig:
         for name, source in self.sources.items():
             key = f"data.sources.{name}"
             require(source.take is None or source.take >= 0, f"{key}.take", got=source.take, want=">= 0 or null")
+            require(bool(source.path) or source.kind not in ("files", "hub"), f"{key}.path", got="nothing",
+                    want="a file, folder or glob (kind files), or a data set id (kind hub)", fix=f"{key}.path=my.jsonl")  # fmt: skip
         for bucket, share in self.thinking_share.items():
             require(0 <= share <= 1, f"data.thinking_share.{bucket}", got=share, want="0..1")
         require(self.answers.max_new_tokens > 1, "data.answers.max_new_tokens", got=self.answers.max_new_tokens, want="> 1")

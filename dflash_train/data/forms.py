@@ -69,7 +69,7 @@ def _with_system(system: object, messages: list) -> list:
 
 def from_messages(row: dict, prompt_field: str | None, system_field: str | None) -> list:
     """The OpenAI form; a `prompt` column that holds a message list counts too."""
-    value = row.get("messages", row.get("conversations", row.get("prompt")))
+    value = next((row[key] for key in ("messages", "conversations", "prompt") if row.get(key) is not None), None)
     return _with_system(row.get(system_field) if system_field else None, _list(value, "messages_not_a_list"))
 
 
@@ -110,19 +110,18 @@ KNOWN_FORMS = ("auto", *FORMS)
 
 def detect(row: dict) -> str:
     """The form that a row's keys and first turn say; the same row always gives the same answer. Raises Drop."""
-    for key in ("messages", "conversations", "prompt"):
-        turns = row.get(key)
-        if key != "prompt" and isinstance(turns, str):
-            turns = parse_literal(turns)
-        if not isinstance(turns, list):
+    for key, usual in (("messages", "messages"), ("conversations", "sharegpt")):
+        if row.get(key) is None:
             continue
-        first = turns[0] if turns else {}
+        turns = parse_literal(row[key]) if isinstance(row[key], str) else row[key]
+        first = turns[0] if isinstance(turns, list) and turns else None
+        if key == "messages" and {"source", "license", "bucket", "split", "thinking"} <= row.keys():
+            return "native"
         if isinstance(first, dict):
-            if "from" in first:
-                return "sharegpt"
-            if key == "messages" and {"source", "license", "bucket", "split", "thinking"} <= row.keys():
-                return "native"
-            return "messages"
+            return "sharegpt" if "from" in first else "messages"
+        return usual
+    if isinstance(row.get("prompt"), list):
+        return "messages"
     if "instruction" in row:
         return "alpaca"
     if any(key in row for key in PROMPT_KEYS):

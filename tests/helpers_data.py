@@ -1,0 +1,61 @@
+"""What the data tests share: recipes from plain dicts, rows to files, a mix in memory, package wheels that need no index."""
+
+import json
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from dflash_train.config import DataConfig, SourceConfig
+from dflash_train.data.clean import Drop, clean_messages
+from dflash_train.data.forms import RawRow
+from dflash_train.data.mixture import Mix, build_mix
+from dflash_train.data.recipe import read_source
+
+FIXTURES = Path(__file__).parent / "fixtures" / "data"
+
+
+def recipe(sources: dict[str, dict], **values) -> DataConfig:
+    """A typed DataConfig of the given sources, nothing decontaminated unless asked for."""
+    plain = {"name": "test", "decontaminate": [], "heldout_fraction": 0.0, **values, "sources": sources}
+    data = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), OmegaConf.create(plain)))
+    data.check()
+    return data
+
+
+def write_rows(path: Path, rows: list) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return path
+
+
+def prompts(count: int, word: str = "question", start: int = 0) -> list[dict]:
+    return [{"id": f"{word}{i}", "prompt": f"{word} number {i}, please?"} for i in range(start, start + count)]
+
+
+def read_all(path: Path, kind: str = "files", form: str = "auto", **options) -> list[RawRow]:
+    config = SourceConfig(kind=kind, path=str(path), form=form, options=options)
+    return list(read_source("mine", config, recipe({"mine": {"path": str(path)}})))
+
+
+def outcome(raw: RawRow) -> str | list[dict]:
+    """The drop reason of a row, or its clean messages."""
+    try:
+        return raw.drop or clean_messages(raw.messages)
+    except Drop as drop:
+        return drop.reason
+
+
+def mixed(
+    data: DataConfig, workspace: Path, evaluation: dict | None = None, limit: int | None = None
+) -> tuple[list, list, Mix]:
+    """(train rows, held-out rows, the mix)."""
+    workspace.mkdir(parents=True, exist_ok=True)
+    mix = build_mix(data, evaluation or {}, workspace, limit=limit)
+    return list(mix.rows(mix.train, "train")), list(mix.rows(mix.heldout, "heldout")), mix
+
+
+def fake_wheel(cache: Path, name: str, version: str, files: dict[str, str]) -> None:
+    """Put an unzipped wheel where fetch_wheel looks first."""
+    for relative, text in files.items():
+        path = cache / "wheels" / f"{name}-{version}" / relative
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")

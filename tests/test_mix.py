@@ -1,0 +1,207 @@
+"""The mix stage as a user meets it: Hydra spellings, reuse, manifest, refusals, nothing half written."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers_data import prompts, write_rows
+from hydra import compose, initialize_config_dir
+
+from dflash_train import cli, mix
+from dflash_train.data.recipe import read_source
+from dflash_train.util import log
+from dflash_train.util.errors import UserError
+from dflash_train.util.io import read_json, read_jsonl, sha256_file
+
+ROOT = Path(__file__).parents[1]
+
+
+def make_run(tmp_path: Path, *overrides: str, stage: str = "mix"):
+    """A typed run the way the command line builds it, `+data=` spellings included."""
+    cli.register_recipes()
+    with initialize_config_dir(str(cli.CONF_DIR), version_base="1.3"):
+        cfg = compose(stage, cli.rewrite_argv([*overrides, f"work_dir={tmp_path / 'runs'}"]))
+    return cli.build_run(stage, cfg)
+
+
+def mine(tmp_path: Path, *overrides: str, count: int = 60):
+    path = tmp_path / "mine.jsonl"
+    if not path.exists():
+        write_rows(path, prompts(count, "apple") + [{"prompt": ""}, {"prompt": "apple number 1,  PLEASE?"}])
+    return make_run(
+        tmp_path,
+        "data=mine",
+        f"data.sources.mine.path={path}",
+        "data.decontaminate=[]",
+        "data.heldout_fraction=0.1",
+        *overrides,
+    )
+
+
+# ---------------------------------------------------------------- recipes and their spelling
+
+
+def test_the_recipes_ask_for_the_documented_numbers(tmp_path):
+    demo, big = make_run(tmp_path, "data=demo"), make_run(tmp_path, "+data=mix914k")
+    assert sum(source.take for source in demo.data.sources.values()) == 4096
+    assert sum(source.take for source in big.data.sources.values()) == 913_786
+    assert len(big.data.sources) == 15 and list(big.data.sources)[:2] == ["nemo_math", "nemo_stem"]
+    for run in (demo, big):
+        assert all(source.license != "unknown" for source in run.data.sources.values())
+
+
+def test_sources_are_added_and_removed_by_name(tmp_path):
+    run = make_run(tmp_path, "data=demo", "+data.sources.mine.path=x.jsonl", "~data.sources.evals")
+    assert list(run.data.sources) == ["stdlib", "pydoc", "bfcl", "chatterbot", "mine"]
+    assert (run.data.sources["mine"].kind, run.data.sources["mine"].form, run.data.sources["mine"].take) == (
+        "files",
+        "auto",
+        None,
+    )
+    assert "openorca" not in make_run(tmp_path, "+data=mix914k", "~data.sources.openorca").data.sources
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("+data.sources.evals.options.per_foldr=3", "data.sources.evals.options"),
+        ("data.sources.evals.kind=eval", "data.sources.evals.kind"),
+        ("+data.sources.evals.tke=3", "data.sources.evals.tke"),
+    ],
+)
+def test_a_wrong_key_or_kind_is_named_in_full(tmp_path, override, named):
+    with pytest.raises(UserError) as error:
+        make_run(tmp_path, "data=demo", override)
+    assert named in str(error.value)
+
+
+def test_a_recipe_without_its_path_names_the_key(tmp_path):
+    with pytest.raises(UserError, match=r"data\.sources\.mine\.path"):
+        make_run(tmp_path, "data=mine")
+
+
+def test_mix914k_loads_everywhere_and_is_refused_by_source_before_any_download(tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    for stage in cli.STAGES:
+        assert (
+            make_run(tmp_path, *(["--method", "ddtree"] if stage == "eval" else []), stage=stage).data.name == "mix914k"
+        )
+    needs = {need.name.rpartition(".")[2]: need for need in mix.needs(make_run(tmp_path))}
+    assert not needs["openorca"].ok and "'openorca' is not supported" in needs["openorca"].detail
+    assert not needs["nemo_math"].ok and "huggingface.co/datasets/nvidia/Nemotron" in needs["nemo_math"].fix
+    assert needs["ultrachat"].ok and needs["magicoder_oss"].ok
+    with pytest.raises(UserError, match=r"data\.sources\.nemo_math"):
+        mix.ensure_mix(make_run(tmp_path))
+    assert not (tmp_path / "runs" / "data").exists()
+
+
+# ---------------------------------------------------------------- what it writes
+
+
+def test_files_and_manifest_agree(tmp_path):
+    run = mine(tmp_path)
+    folder = mix.ensure_mix(run)
+    train, heldout = (list(read_jsonl(folder / name)) for name in ("prompts.jsonl", "heldout.jsonl"))
+    manifest = read_json(folder / "manifest.json")
+    assert folder == run.mix_dir and sorted(p.name for p in folder.iterdir()) == [
+        "heldout.jsonl",
+        "manifest.json",
+        "prompts.jsonl",
+    ]
+    assert manifest["rows"] == {"train": len(train), "heldout": len(heldout)} and len(train) > 40 and heldout
+    entry = manifest["sources"]["mine"]
+    assert (entry["read"], entry["dropped"], entry["filtered"]) == (62, {"empty_user": 1}, {"duplicate": 1})
+    assert manifest["dropped"] == {"duplicate": 1, "empty_user": 1} and manifest["duplicates"] == {"mine": {"mine": 1}}
+    assert entry["written"] == manifest["rows"] and manifest["thinking"]["train"] == {"chat/off": len(train)}
+    assert manifest["files"]["prompts.jsonl"]["sha256"] == sha256_file(folder / "prompts.jsonl")
+    assert manifest["seed"] == 0 and manifest["code_version"] and manifest["recipe_hash"]
+
+
+def test_a_complete_mix_is_reused_until_recipe_limit_or_input_change(tmp_path, monkeypatch):
+    reads = []
+    monkeypatch.setattr("dflash_train.data.mixture.read_source", lambda *args: reads.append(1) or read_source(*args))
+    mix.ensure_mix(mine(tmp_path))
+    mix.ensure_mix(mine(tmp_path, "data.answers.batch_size=3"))  # regenerate's business
+    assert len(reads) == 1
+    mix.ensure_mix(mine(tmp_path, "data.seed=1"))
+    mix.ensure_mix(mine(tmp_path, "data.seed=1", "limit=5"))  # a folder of its own
+    mix.ensure_mix(mine(tmp_path, "data.seed=1"))
+    assert len(reads) == 3
+    (tmp_path / "mine.jsonl").write_text((tmp_path / "mine.jsonl").read_text() + '{"prompt": "one more?"}\n')
+    folder = mix.ensure_mix(mine(tmp_path, "data.seed=1"))
+    assert len(reads) == 4 and read_json(folder / "manifest.json")["sources"]["mine"]["read"] == 63
+    with open(folder / "prompts.jsonl", "r+b") as f:
+        f.truncate(100)
+    mix.ensure_mix(mine(tmp_path, "data.seed=1"))
+    assert len(reads) == 5 and (folder / "prompts.jsonl").stat().st_size > 100
+
+
+def test_limit_takes_the_head_of_both_files(tmp_path):
+    full, some = mix.ensure_mix(mine(tmp_path)), mix.ensure_mix(mine(tmp_path, "limit=2"))
+    assert some != full
+    for name in ("prompts.jsonl", "heldout.jsonl"):
+        assert list(read_jsonl(some / name)) == list(read_jsonl(full / name))[:2]
+
+
+def test_a_mix_that_fails_leaves_no_manifest_and_no_spool(tmp_path):
+    folder = mix.ensure_mix(mine(tmp_path))
+    with pytest.raises(UserError, match=r"mine\.jsonl:61"):
+        mix.ensure_mix(mine(tmp_path, "data.strict=true"))
+    assert not (folder / "manifest.json").exists()
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+# ---------------------------------------------------------------- as a command
+
+
+def command(tmp_path: Path, *words: str) -> subprocess.CompletedProcess:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    return subprocess.run(
+        [sys.executable, "-m", "dflash_train.mix", *words, f"work_dir={tmp_path / 'runs'}"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def test_the_command_mixes_and_says_what_comes_next(tmp_path):
+    write_rows(tmp_path / "x.jsonl", prompts(30, "apple"))
+    done = command(tmp_path, "+data=mine", "data.sources.mine.path=x.jsonl", "data.decontaminate=[]")
+    assert done.returncode == 0, done.stderr
+    assert "next: python -m dflash_train.regenerate data=mine data.sources.mine.path=x.jsonl" in done.stdout
+    assert (tmp_path / "runs/data/mine/manifest.json").exists()
+
+
+def test_what_is_missing_is_a_table_and_exit_code_2_before_any_work(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(log.console, "width", 300)
+    run = make_run(tmp_path, "data=mine", "data.sources.mine.path=nowhere.jsonl", "data.decontaminate=[mbpp]")
+    with pytest.raises(SystemExit) as stop:
+        mix.main(run)
+    assert stop.value.code == 2
+    said = " ".join(capsys.readouterr().out.split())
+    assert "nowhere.jsonl" in said and "no such file" in said and "evaluation set mbpp" in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_writes_nothing(tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        mix.main(mine(tmp_path, "dry_run=true"))
+    assert not stop.value.code and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_the_demo_mix_is_4096_real_prompts(tmp_path):
+    done = command(tmp_path, "data=demo")
+    assert done.returncode == 0, done.stdout + done.stderr
+    manifest = json.loads((tmp_path / "runs/data/demo/manifest.json").read_text())
+    assert manifest["rows"]["train"] == 4096 and manifest["rows"]["heldout"] > 100
+    rows = list(read_jsonl(tmp_path / "runs/data/demo/prompts.jsonl"))
+    assert len({row["id"] for row in rows}) == 4096
+    assert all(row["messages"][-1]["role"] == "user" for row in rows)
