@@ -1,4 +1,5 @@
-"""Hydra glue: absolute conf path, argv spellings, typed config with plug-in options, one-message errors, next command."""
+"""Hydra glue: absolute conf path, argv spellings, typed config with plug-in options, one-message errors, next
+command."""
 
 import importlib
 import os
@@ -69,7 +70,8 @@ def rewrite_argv(argv: list[str]) -> list[str]:
 
 
 def register_recipes() -> None:
-    """Every data_recipes/<name>.yaml is `data=<name>`, filled up with DataConfig's defaults so that any key of it can be set."""
+    """Every data_recipes/<name>.yaml is `data=<name>`, filled up with DataConfig's defaults so that any key of it can
+    be set."""
     defaults = OmegaConf.to_container(OmegaConf.structured(configs.DataConfig))
     for path in sorted(RECIPES_DIR.glob("*.yaml")):
         node = OmegaConf.merge(defaults, OmegaConf.load(path))

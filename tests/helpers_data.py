@@ -1,4 +1,5 @@
-"""What the data tests share: recipes from plain dicts, rows to files, a mix in memory, package wheels that need no index."""
+"""What the data tests share: recipes from plain dicts, rows to files, a mix in memory, package wheels that need no
+index."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,7 @@
-"""The mixer: exact counts, hash order, hold-out, deduplication across sources and turns, deficits, the same bytes every time."""
+"""The mixer: exact counts, hash order, hold-out, deduplication across sources and turns, deficits, the same bytes every
+time."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -53,7 +55,7 @@ def test_the_same_recipe_gives_the_same_order_and_another_seed_another(tmp_path)
     assert (first, held) == (again, held_again)
     other, _, _ = mixed(two_sources(tmp_path, heldout_fraction=0.1, seed=1), tmp_path / "3")
     assert ids(other) != ids(first) and set(ids(other)) != set(ids(first))
-    switches = sum(x["source"] != y["source"] for x, y in zip(first, first[1:]))
+    switches = sum(x["source"] != y["source"] for x, y in itertools.pairwise(first))
     assert switches > 10
 
 
@@ -64,7 +66,8 @@ def test_order_does_not_depend_on_pythons_hash_salt(tmp_path):
         "import sys; sys.path.insert(0, 'tests')\n"
         "from pathlib import Path\nfrom helpers_data import mixed, recipe\n"
         f"root = Path({str(tmp_path)!r})\n"
-        "data = recipe({'a': {'path': str(root / 'a.jsonl'), 'take': 20}}, thinking_share={'chat': 0.5}, heldout_fraction=0.1)\n"
+        "sources = {'a': {'path': str(root / 'a.jsonl'), 'take': 20}}\n"
+        "data = recipe(sources, thinking_share={'chat': 0.5}, heldout_fraction=0.1)\n"
         "train, held, _ = mixed(data, root / sys.argv[1])\n"
         "print([(r['id'], r['thinking']) for r in train + held])"
     )
@@ -85,7 +88,7 @@ def test_order_does_not_depend_on_pythons_hash_salt(tmp_path):
 
 
 def test_row_order_of_the_file_changes_nothing(tmp_path):
-    rows = prompts(50, "apple") + [{"id": "copy", "prompt": "Apple  number 3, PLEASE?"}]
+    rows = [*prompts(50, "apple"), {"id": "copy", "prompt": "Apple  number 3, PLEASE?"}]
     forward = write_rows(tmp_path / "f.jsonl", rows)
     backward = write_rows(tmp_path / "b.jsonl", rows[::-1])
     result = [

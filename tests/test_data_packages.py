@@ -150,7 +150,7 @@ def test_bfcl_keeps_a_share_for_evaluation_and_repairs_parameter_types(cache):
     kept = [row for row in rows if not row.skip]
     assert 120 < len(kept) < 160 and {row.skip for row in rows} == {None, "kept_for_evaluation"}
     assert kept[0].tools[0]["function"]["parameters"] == {"type": "object", "properties": {"r": {"type": "number"}}}
-    with pytest.raises(UserError, match="bfcl-eval==2026.3.23"):
+    with pytest.raises(UserError, match="bfcl-eval=="):
         read_kind("bfcl", files=["no_such_file"])
 
 

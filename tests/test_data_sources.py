@@ -14,7 +14,8 @@ from dflash_train.util.errors import UserError
 
 
 def wanted(name: str) -> dict[int, str | None]:
-    """Line number -> the reason the fixture itself asks for (None = kept); lines that are no JSON objects say it in their text."""
+    """Line number -> the reason the fixture itself asks for (None = kept); lines that are no JSON objects say it in
+    their text."""
     out = {}
     for number, line in enumerate((FIXTURES / name).read_bytes().split(b"\n"), 1):
         if not line.strip():
@@ -206,7 +207,7 @@ def test_hub_rows_have_no_nulls_of_other_rows(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load)
     config = SourceConfig(kind="hub", path="owner/set", subset="sub", split="code", revision="abc")
     rows = list(read_source("mine", config, recipe({"mine": {"kind": "hub", "path": "owner/set"}})))
-    text = json.dumps([outcome(row) for row in rows][0])
+    text = json.dumps(next(outcome(row) for row in rows))
     assert '"n"' not in text and "null" not in text
     assert seen == {"path": "owner/set", "name": "sub", "split": "code", "revision": "abc", "streaming": True}
     assert rows[1].upstream == {"dataset": "owner/set", "config": "sub", "split": "code", "row": 1}
@@ -227,7 +228,7 @@ def test_an_unreachable_hub_set_is_one_clear_error(monkeypatch, message, fix):
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     config = SourceConfig(kind="hub", path="owner/set", split="code")
-    with pytest.raises(UserError, match="data.sources.mine: data set owner/set") as error:
+    with pytest.raises(UserError, match="data set owner/set") as error:
         list(read_source("mine", config, recipe({"mine": {"kind": "hub", "path": "owner/set"}})))
     assert fix in str(error.value) and "huggingface.co/datasets/owner/set" in str(error.value)
 

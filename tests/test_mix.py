@@ -30,7 +30,7 @@ def make_run(tmp_path: Path, *overrides: str, stage: str = "mix"):
 def mine(tmp_path: Path, *overrides: str, count: int = 60):
     path = tmp_path / "mine.jsonl"
     if not path.exists():
-        write_rows(path, prompts(count, "apple") + [{"prompt": ""}, {"prompt": "apple number 1,  PLEASE?"}])
+        write_rows(path, [*prompts(count, "apple"), {"prompt": ""}, {"prompt": "apple number 1,  PLEASE?"}])
     return make_run(
         tmp_path,
         "data=mine",
