@@ -67,7 +67,7 @@ def make_run(folder: Path, **changes) -> ExtractRun:
         stage="extract",
         run_dir=str(folder / "run"),
         work_dir=str(folder / "work"),
-        hardware=HardwareConfig(device="cpu"),
+        hardware=HardwareConfig(device="cpu", num_threads=1),
         data=DataConfig(name="toy", sources={"toy": SourceConfig(kind="files", path="toy.jsonl")}),
         target=TargetConfig(name="tiny", kind="tiny", dtype="float32", mask_token_id=127, options={}),
         extract=ExtractConfig(layer_ids=[0, 1], max_tokens=64, batch_tokens=128, window_samples=8),
