@@ -95,11 +95,18 @@ def test_a_row_that_is_not_finite_never_reaches_disk_and_its_sample_is_named(tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_row_whose_sum_overflows_is_still_finite():
-    rows = torch.full((2, 64), 3e38)
-    assert shards.non_finite_rows(rows) == []
-    rows[1, 7] = float("inf")
-    assert shards.non_finite_rows(rows) == [1]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_finite_and_non_finite_bits_are_told_apart_as_isfinite_does(dtype):
+    if dtype == torch.bfloat16:
+        values = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype)  # every bit pattern
+    else:
+        edge = [0, 1, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FFFFFFF]
+        values = torch.tensor([*edge, *[bits - (1 << 31) for bits in edge]], dtype=torch.int32).view(dtype)
+    for value in values[:: 1 if dtype == torch.float32 else 7]:
+        assert (shards.non_finite_rows(value.view(1, 1)) == []) == bool(torch.isfinite(value)), value
+    rows = torch.zeros(5, 8, dtype=dtype)
+    rows[3, 2], rows[1, 7] = float("-inf"), float("nan")
+    assert shards.non_finite_rows(rows) == [1, 3] and shards.non_finite_rows(rows[:, :2]) == []
 
 
 @pytest.mark.parametrize("size", [0, 50, -1])
