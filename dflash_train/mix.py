@@ -7,10 +7,14 @@ CPU only. The rows are canonical Samples that end where the target is to answer.
 every run and machine; an existing mix is reused only when nothing that its rows depend on has changed.
 """
 
+import errno
+import os
 import shutil
 import tempfile
 from collections import Counter
 from pathlib import Path
+
+import psutil
 
 from dflash_train import cli
 from dflash_train.bench.prompts import TASKS, contamination_texts
@@ -51,7 +55,8 @@ def ensure_mix(run: Run) -> Path:
     say(f"mix: making {run.mix_dir} ({stale})")
     run.mix_dir.mkdir(parents=True, exist_ok=True)
     (run.mix_dir / "manifest.json").unlink(missing_ok=True)  # from here until the new one is written there is no mix
-    workspace = Path(tempfile.mkdtemp(prefix=".mixing-", dir=run.mix_dir))
+    _sweep(run.mix_dir)
+    workspace = Path(tempfile.mkdtemp(prefix=f".mixing-{os.getpid()}-", dir=run.mix_dir))
     try:
         progress = Progress("mix", len(run.data.sources), "sources")
         mix = build_mix(
@@ -64,12 +69,25 @@ def ensure_mix(run: Run) -> Path:
         )
         progress.close()
         written = {split: _write(run.mix_dir, mix, split) for split in FILES}
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise UserError(
+            str(run.mix_dir), got="the disk is full", fix="free some space, or work_dir=<another>"
+        ) from None
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
     manifest = describe(run, mix, written, identity)
     write_json(run.mix_dir / "manifest.json", manifest)
     _print_report(run, mix, manifest)
     return run.mix_dir
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the spools of runs that were killed; those of living processes stay."""
+    for old in folder.glob(".mixing-*-*"):
+        if not psutil.pid_exists(int(old.name.split("-")[1])):
+            shutil.rmtree(old, ignore_errors=True)
 
 
 # ---------------------------------------------------------------- before

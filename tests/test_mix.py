@@ -1,5 +1,6 @@
 """The mix stage as a user meets it: Hydra spellings, reuse, manifest, refusals, nothing half written."""
 
+import errno
 import json
 import os
 import subprocess
@@ -154,6 +155,23 @@ def test_a_mix_that_fails_leaves_no_manifest_and_no_spool(tmp_path):
         mix.ensure_mix(mine(tmp_path, "data.strict=true"))
     assert not (folder / "manifest.json").exists()
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_a_full_disk_is_one_message_and_leftovers_of_killed_runs_are_swept(tmp_path, monkeypatch):
+    folder = mine(tmp_path).mix_dir
+    (folder / ".mixing-999999999-x").mkdir(parents=True)
+    (folder / f".mixing-{os.getpid()}-alive").mkdir()
+
+    def full(*args, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mix, "write_jsonl", full)
+        with pytest.raises(UserError, match="the disk is full"):
+            mix.ensure_mix(mine(tmp_path))
+    assert [path.name for path in folder.iterdir()] == [f".mixing-{os.getpid()}-alive"]
+    mix.ensure_mix(mine(tmp_path))
+    assert (folder / "manifest.json").exists()
 
 
 # ---------------------------------------------------------------- as a command
