@@ -65,7 +65,8 @@ def make_store(
     put_manifest(store, facts, ())
     for split, groups in (("train", train), ("heldout", heldout)):
         for i, lengths in enumerate(groups):
-            add_shard(store, Path(root), f"{split}-{i:05d}", lengths, seed=1000 * (split == "heldout") + i, prompt=prompt)
+            seed = i + 1000 * (split == "heldout")
+            add_shard(store, Path(root), f"{split}-{i:05d}", lengths, seed=seed, prompt=prompt)
     head = TargetHead(embedding, embedding, torch.ones(WIDTH), 0.0, 1e-6)
     write_target_files(store, head, {"config.json": json.dumps(TARGET_CONFIG).encode()})
     return store

@@ -62,7 +62,7 @@ def epoch_plan(
     """
     rng = random.Random(stable_hash("order", seed, epoch, row_tokens))
     order = sorted(range(len(shard_ids)), key=lambda i: stable_hash("shard", seed, epoch, shard_ids[i]))
-    rows, open_rows = [], []  # open row: [free tokens, samples]
+    rows, open_rows = [], []  # open row: [free tokens, samples, start of the window that opened it]
     for start in range(0, len(order), window_shards):
         samples = [(i, j) for i in order[start : start + window_shards] for j in range(len(lengths[i]))]
         rng.shuffle(samples)
@@ -74,12 +74,14 @@ def epoch_plan(
                 if len(open_rows) == OPEN_ROWS:
                     fullest = min(range(OPEN_ROWS), key=lambda k: open_rows[k][0])
                     closed.append(tuple(open_rows.pop(fullest)[1]))
-                slot = [row_tokens, []]
+                slot = [row_tokens, [], start]
                 open_rows.append(slot)
             slot[0] -= size
             slot[1].append((i, j))
-        if start + window_shards >= len(order):
-            closed += [tuple(slot[1]) for slot in open_rows]
+        # A row stays open into the next window and no further, so that it needs shards of two windows at most.
+        last = start + window_shards >= len(order)
+        closed += [tuple(slot[1]) for slot in open_rows if last or slot[2] < start]
+        open_rows = [slot for slot in open_rows if slot[2] == start]
         rng.shuffle(closed)
         rows += closed
     return rows
