@@ -13,7 +13,7 @@ ROW = re.compile(r"^\| (\d+) \| (.+?) \| (.*?) \|$")
 NUM_TRAPS = 44
 
 
-def tests_by_trap() -> dict[int, list[str]]:
+def holders_by_trap() -> dict[int, list[str]]:
     """Trap number -> the tests whose docstring names it, as file::name."""
     found: dict[int, list[str]] = {}
     for path in sorted(LIST.parent.rglob("test_*.py")):
@@ -42,14 +42,14 @@ def test_every_known_failure_is_listed_once():
 
 
 def test_every_known_failure_names_tests_that_exist_or_what_is_planned():
-    tests = tests_by_trap()
+    tests = holders_by_trap()
     for number, (_, held) in listed().items():
         assert held == held_by(number, tests, held), f"line {number} is out of date: run python {__file__}"
         assert held, f"line {number} is held by nothing and plans nothing"
 
 
 if __name__ == "__main__":
-    tests, lines = tests_by_trap(), []
+    tests, lines = holders_by_trap(), []
     for line in LIST.read_text("utf-8").splitlines():
         row = ROW.match(line)
         lines.append(f"| {row[1]} | {row[2]} | {held_by(int(row[1]), tests, row[3])} |" if row else line)

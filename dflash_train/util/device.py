@@ -34,6 +34,8 @@ def pick_device(device: str, num_threads: int | None = None) -> torch.device:
         return torch.device("cpu")
     problem = cuda_problem()
     if problem is None:
+        # cuDNN's attention plans every new shape anew, about 50 ms each; while decoding, every round is a new shape.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     if device == "cuda":
         raise UserError("hardware.device", got=f"cuda, but {problem}", want="a usable GPU", fix="hardware=cpu")
