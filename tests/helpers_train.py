@@ -1,10 +1,12 @@
 """A small synthetic store for the loader's and the trainer's tests, and ways to run training on it."""
 
+import atexit
 import json
 import os
 import socket
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -12,13 +14,16 @@ from hydra import compose, initialize_config_dir
 
 from dflash_train import cli
 from dflash_train.config import TrainRun
+from dflash_train.engine import zero
 from dflash_train.records import HiddenShard, TargetHead
 from dflash_train.store.local import LocalStore
 from dflash_train.store.shard import Marker, ShardFacts, publish_shard, put_manifest, write_shard
 from dflash_train.store.target_files import write_target_files
+from dflash_train.util import dist
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "demo-tiny"
+LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
 VOCAB, WIDTH, LAYERS, TAPS, MASK, STOP = 128, 64, 6, [1, 3], 127, 2
 TARGET_CONFIG = {
     "hidden_size": WIDTH, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -104,6 +109,27 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@contextmanager
+def one_rank():
+    """DeepSpeed alone in this process. The launch variables go again, or a child process would join our group."""
+    before = {name: os.environ.get(name) for name in LAUNCH_VARIABLES}
+    if not torch.distributed.is_initialized():
+        atexit.register(dist.shutdown)
+    zero.start(torch.device("cpu"))
+    yield
+    for name, value in before.items():
+        os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def run_alone(command: list[str], timeout_s: float = 240) -> subprocess.CompletedProcess:
+    """A command as a person types it: no launch variables."""
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": path}
+    return subprocess.run(list(map(str, command)), env=environment, cwd=ROOT, capture_output=True, text=True,
+                          timeout=timeout_s)  # fmt: skip
 
 
 def spawn(arguments: list[str], num_ranks: int = 1, timeout_s: float = 240) -> list[subprocess.CompletedProcess]:

@@ -1,0 +1,148 @@
+"""DeepSpeed equals a plain loop: every stage, accumulation and number of ranks; fp32 masters; plain files."""
+
+import json
+import os
+import pickle
+
+import pytest
+import torch
+from helpers_train import one_rank, spawn
+from helpers_train_ranks import CPU, LR, STEPS, Toy, numerator, run_toy, toy_data, toy_settings
+
+from dflash_train.config import ZeroConfig
+from dflash_train.engine import zero
+from dflash_train.util.errors import UserError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _process_group():
+    with one_rank():
+        yield
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict:
+    """The same training in plain torch: all rows at once, mean over the window's weights, one AdamW."""
+    model, settings = Toy(), toy_settings()
+    groups = [{"params": [model.first, model.second], "weight_decay": settings.weight_decay},
+              {"params": [model.gain], "weight_decay": 0.0}]  # fmt: skip
+    optimizer = torch.optim.AdamW(groups, betas=(settings.beta1, settings.beta2))
+    inputs, targets, weights = toy_data()
+    losses, norms = [], []
+    for step in range(STEPS):
+        loss = numerator(model(inputs[step]), targets[step], weights[step]) / weights[step].sum()
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)))
+        for group in optimizer.param_groups:
+            group["lr"] = LR / (step + 1)
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "norms": norms, "weights": dict(model.state_dict())}
+
+
+def assert_equal(got: dict, plain: dict) -> None:
+    assert got["losses"] == pytest.approx(plain["losses"], rel=1e-6)
+    assert got["norms"] == pytest.approx(plain["norms"], rel=1e-5)
+    assert min(plain["norms"]) > 2 * toy_settings().clip  # clipping is at work
+    assert set(got["weights"]) == set(plain["weights"])
+    for name, weight in plain["weights"].items():
+        torch.testing.assert_close(torch.tensor(got["weights"][name]), weight, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_training_in_deepspeed_equals_a_plain_loop(plain, stage, accumulation):
+    """Traps 37, 41: sum then divide, whatever the accumulation; losses equal across stages."""
+    assert_equal(run_toy(stage, accumulation), plain)
+
+
+def test_two_ranks_equal_a_plain_loop_at_every_stage_and_accumulation(plain, tmp_path):
+    """Traps 37, 39: one rank's second micro-batch has no weight at all."""
+    results = spawn(["tests/helpers_train_ranks.py", "toy", tmp_path], num_ranks=2)
+    assert [result.returncode for result in results] == [0, 0], results[0].stderr + results[1].stderr
+    scenarios = json.loads((tmp_path / "toy.json").read_text())
+    assert len(scenarios) == 6
+    for got in scenarios.values():
+        assert_equal(got, plain)
+
+
+def test_stage_3_parameters_are_empty_outside_forward_and_gathered_for_files():
+    """Trap 41."""
+    got = run_toy(3, 1)
+    assert set(map(tuple, got["shapes"].values())) == {(0,)}
+    assert {name: tuple(torch.tensor(w).shape) for name, w in got["weights"].items()} == {
+        name: tuple(p.shape) for name, p in Toy().named_parameters()
+    }
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_in_bfloat16_a_tiny_step_changes_the_masters_and_not_the_weights(stage):
+    """Trap 42."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    settings = toy_settings(dtype="bfloat16", micro_batch=8)
+    engine = zero.ZeroEngine(Toy(), settings, ZeroConfig(stage), 1, CPU)
+    weight = engine.engine.module.first
+    before, before_weights = safe_get_full_fp32_param(weight).clone(), engine.gathered_state_dict()["first"]
+    inputs, targets, weights = toy_data()
+    engine.set_learning_rate(1e-6)
+    engine.backward(numerator(engine(inputs[0]), targets[0], weights[0]), float(weights[0].sum()))
+    after = safe_get_full_fp32_param(weight)
+    change = (after - before).abs()
+    assert before.dtype == torch.float32 and before_weights.dtype == torch.bfloat16
+    assert 0.5e-6 < float(change.median()) < 2e-6
+    assert (engine.gathered_state_dict()["first"] == before_weights).float().mean() > 0.95
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bfloat16_trains_like_float32_within_its_precision(plain, stage):
+    """Trap 42."""
+    got = run_toy(stage, 4, dtype="bfloat16")
+    assert got["losses"] == pytest.approx(plain["losses"], rel=2e-2)
+
+
+def test_matrices_decay_and_vectors_do_not():
+    groups = zero.parameter_groups(Toy(), 0.3)
+    seen = [(group["weight_decay"], [p.dim() for p in group["params"]]) for group in groups]
+    assert seen == [(0.3, [2, 2]), (0.0, [1])]
+
+
+def test_the_engines_config_is_plain_values():
+    """Trap 37."""
+    def plain_types(value) -> bool:
+        if type(value) is dict:
+            return all(type(key) is str and plain_types(item) for key, item in value.items())
+        return type(value) in (int, float, str, bool)
+
+    config = zero.deepspeed_config(toy_settings(), ZeroConfig(2), 4)
+    assert plain_types(config) and config["data_types"] == {"grad_accum_dtype": "fp32"}
+
+
+def test_batch_numbers_that_do_not_divide_are_refused_with_the_numbers():
+    """Trap 37."""
+    settings = toy_settings(global_batch=7, micro_batch=2)
+    with pytest.raises(UserError, match=r"7 rows with micro_batch=2 on 1 rank"):
+        settings.check_world(1)
+    assert toy_settings(global_batch=16, micro_batch=2).check_world(4) == 2
+
+
+def test_half_a_launch_environment_is_refused(monkeypatch):
+    for name in ("RANK", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UserError, match="WORLD_SIZE=4 without RANK"):
+        zero._fill_launch_variables()
+
+
+def test_a_checkpoint_file_cannot_run_code(tmp_path):
+    path = tmp_path / "evil.pt"
+
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    torch.save({"module": Evil()}, path)
+    with pytest.raises(pickle.UnpicklingError):
+        zero._load_plain_tensors(str(path))
+    assert not (tmp_path / "ran").exists()
