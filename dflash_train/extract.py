@@ -39,8 +39,8 @@ from dflash_train.util.io import human_bytes, read_jsonl, sha256_file
 from dflash_train.util.log import Progress, say
 from dflash_train.util.provenance import canonical_json, digest, provenance
 
-ASSUMED_TOKENS = 1000
-"""Tokens a sample in the estimate made before answers exist; the exact figure follows before the weights are loaded."""
+ASSUMED_TOKENS, ASSUMED_PROMPT = 1000, 200
+"""Tokens a sample, and of them the prompt's, in the estimate made before answers exist; the exact figure follows."""
 SPLITS = {"train": "samples.jsonl", "heldout": "heldout.jsonl"}
 MUST_AGREE = (
     "target.fingerprint", "layer_ids", "chat_template_hash", "dtype", "last_hidden", "mask_token_id", "plan_hash",
@@ -88,13 +88,16 @@ def preflight(run: ExtractRun, store: ObjectStore) -> None:
     todo += [] if answered else ["no answers yet: regenerate (and mix, where needed) will run first"]
     weights = cli.plugin(TARGETS, run.target.kind, "target.kind").weights(run.target)
     mask_token_id = run.target.mask_token_id
+    parameter_bytes = {"bfloat16": 2, "float32": 4}[run.target.dtype]
+    weight_bytes = max(weights.num_bytes, (run.target.num_parameters or 0) * parameter_bytes)
     checks = [
         plan.Check("answers", True, str(run.answers_dir) if answered else "will be made first"),
         plan.Check("target", weights.ok, weights.detail, weights.fix),
         plan.Check("mask token", mask_token_id is not None, f"target.mask_token_id={mask_token_id}",
                    "target.mask_token_id=<a row of the embedding that never occurs in text>"),
         plan.check_device(run),
-        plan.check_memory(weights.num_bytes),
+        plan.check_memory(weight_bytes),
+        *plan.check_gpu_memory(run, weight_bytes, "a smaller target, or hardware=cpu"),
         plan.check_store(store),
         check_storage(run, store, answered),
     ]  # fmt: skip
@@ -111,7 +114,8 @@ def check_storage(run: ExtractRun, store: ObjectStore, answered: bool) -> plan.C
         return plan.Check("storage", True, "counted exactly after rendering, before the weights are loaded")
     samples = min(samples, run.limit or samples)
     layers = len(run.extract.layer_ids or range(run.extract.num_taps))
-    tokens = samples * min(ASSUMED_TOKENS, run.extract.max_tokens)
+    longest = ASSUMED_PROMPT + run.data.answers.max_new_tokens
+    tokens = samples * min(ASSUMED_TOKENS, run.extract.max_tokens, longest)
     line = budget.storage_line(run.target.hidden_size, layers, run.store, samples, tokens)
     limit = budget.max_bytes(run.store, store, 0)
     ways_out = budget.too_much(tokens * budget.row_bytes(run.target.hidden_size, layers, run.store), limit)

@@ -175,13 +175,13 @@ def test_a_state_that_is_not_finite_ends_the_run_by_sample_and_nothing_is_stored
 
 
 def test_a_run_killed_between_shards_is_resumed_to_the_bytes_of_an_uninterrupted_one(tmp_path):
-    """Traps 33, 35: kill -9 before the fourth marker; the set is complete, nothing twice, the same bytes."""
+    """Traps 33, 35: kill -9 at the seventh marker; the set is complete, nothing twice, the same bytes."""
     whole, killed = make_run(tmp_path / "whole"), make_run(tmp_path / "killed")
     extract.main(whole)
-    run = [sys.executable, "-c", EXTRACT, str(tmp_path / "killed"), "3"]
+    run = [sys.executable, "-c", EXTRACT, str(tmp_path / "killed"), "6"]
     result = subprocess.run(run, cwd=ROOT, env=ENVIRONMENT, capture_output=True)
     assert result.returncode == -signal.SIGKILL, result.stderr
-    assert len(open_store(killed).list("markers/")) == 3
+    assert 3 <= len(open_store(killed).list("markers/")) <= 6  # up to three more threads were cut in the middle
     assert extract.main(killed) is None
     assert len(list_markers(open_store(killed), "train")) == 8
     a, b = contents(whole), contents(killed)

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -63,15 +64,17 @@ def test_on_a_ram_disk_everyones_bytes_count(ram, tmp_path):
     """Trap 34: /dev/shm of 64 MB, foreign files at 85 %."""
     assert Room(tmp_path).fits(51 * MB) and not Room(tmp_path).fits(52 * MB)
     ram["foreign"] = 54 * MB
-    with pytest.raises(UserError, match=r"64.0 MB in all, 54.0 MB used(.|\n)*store.staging_dir") as error:
+    with pytest.raises(UserError, match=r"10.0 MB of 64.0 MB free, to be filled to 80%(.|\n)*store.staging_dir"):
         Room(tmp_path).require(1)
-    assert "0 B left below 80%" in str(error.value)
 
 
-def test_on_a_disk_only_what_was_free_counts(ram, tmp_path, monkeypatch):
+def test_on_a_disk_only_what_is_free_counts(ram, tmp_path, monkeypatch):
     monkeypatch.setattr(staging, "_is_ram", lambda folder: False)
     ram["foreign"] = 54 * MB
-    assert Room(tmp_path).fits(8 * MB) and not Room(tmp_path).fits(9 * MB)  # 80 % of the 10 MB that are free
+    room = Room(tmp_path)
+    assert room.fits(8 * MB) and not room.fits(9 * MB)  # 80 % of the 10 MB that are free
+    ram["foreign"] = 62 * MB  # the store itself may lie on the same disk and have grown
+    assert room.fits(1 * MB) and not room.fits(2 * MB)
 
 
 def test_ours_is_also_bounded_by_free_memory(ram, tmp_path, monkeypatch):
@@ -281,7 +284,7 @@ def test_a_full_folder_without_progress_is_an_error_with_the_numbers(ram, tmp_pa
                 uploader.reserve(30 * MB)
             finally:
                 store.open = True
-    assert "of ours in 1 shard(s), 30.0 MB of 64.0 MB used in all" in str(error.value)
+    assert re.search(r"of ours in 1 shard\(s\), 3.\.. MB of 64.0 MB free", str(error.value))
     assert len(list_markers(store)) == 1
 
 

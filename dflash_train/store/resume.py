@@ -14,7 +14,7 @@ def is_complete(store: ObjectStore, inputs_hash: str) -> bool:
     manifest = read_manifest(store)
     valid, invalid = scan_markers(store)
     whole = not invalid and len(valid) == sum(manifest["shards"].values()) and has_target_files(store)
-    return whole and manifest["inputs_hash"] == inputs_hash
+    return whole and manifest.get("inputs_hash") == inputs_hash
 
 
 def missing_shards(store: ObjectStore, shards: list[ShardPlan]) -> list[ShardPlan]:

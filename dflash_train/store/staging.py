@@ -41,39 +41,41 @@ def staging_parent(config: StoreConfig, need_bytes: int) -> Path:
 
 
 class Room:
-    """How much the staging folder may hold: `HIGH_WATER` of the file system, whoever fills it.
+    """How much the staging folder may hold.
 
-    On a RAM disk the limit is 80 % of its size, and ours at most 80 % of the memory that was free at the start. On a
-    disk, which may well be 85 % full and have a terabyte left, it is 80 % of what was free at the start.
+    On a RAM disk everybody's bytes together stay below 80 % of its size, and ours below 80 % of the memory that was
+    free at the start. On a disk, which may well be 85 % full and have a terabyte left, ours stay below 80 % of what was free
+    at the start, and a new file takes at most 80 % of what is free now.
     """
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.folder, self.ram = folder, _is_ram(folder)
         usage = shutil.disk_usage(folder)
         self.total = usage.total
-        ram = _is_ram(folder)
-        self.base = 0 if ram else usage.total - usage.free
-        self.size = self.total - self.base
-        self.own_size = min(self.size, _free_memory()) if ram else self.size
+        self.own_size = min(usage.total, _free_memory()) if self.ram else usage.free
 
-    def used(self) -> int:
-        """Bytes used on the file system by anyone, beyond what a disk held before."""
-        return max(0, self.total - shutil.disk_usage(self.folder).free - self.base)
+    def free(self) -> int:
+        return shutil.disk_usage(self.folder).free
 
-    def fits(self, need_bytes: int, level: float = HIGH_WATER) -> bool:
-        return self.used() + need_bytes <= level * self.size and need_bytes <= level * self.own_size
+    def fits(self, need_bytes: int) -> bool:
+        """Below the high-water mark with `need_bytes` more, whoever fills the rest."""
+        free = self.free()
+        room = free - (1 - HIGH_WATER) * self.total if self.ram else HIGH_WATER * free
+        return need_bytes <= room and need_bytes <= HIGH_WATER * self.own_size
 
     def require(self, need_bytes: int) -> None:
         """Raise UserError with the numbers unless `need_bytes` fit now."""
         if not self.fits(need_bytes):
-            used = self.used()
             raise UserError(
                 f"staging folder {self.folder}",
-                got=f"{human_bytes(self.size)} in all, {human_bytes(used)} used by other files; "
-                f"{human_bytes(max(0.0, HIGH_WATER * self.size - used))} left below {HIGH_WATER:.0%}",
+                got=f"{self}, to be filled to {HIGH_WATER:.0%} at most",
                 want=f"room for one shard of {human_bytes(need_bytes)}",
                 fix="store.staging_dir=<a larger folder>, a smaller store.shard_bytes, or a smaller extract.max_tokens",
             )
+
+    def __str__(self) -> str:
+        memory = f", {human_bytes(self.own_size)} of memory" if self.ram and self.own_size < self.total else ""
+        return f"{human_bytes(self.free())} of {human_bytes(self.total)} free{memory}"
 
 
 def _free_memory() -> int:

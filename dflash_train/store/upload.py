@@ -37,7 +37,8 @@ class Uploader:
         self.store, self.folder, self.room = store, folder, Room(folder)
         self.attempts, self.backoff_s, self.stall_s = attempts, backoff_s, stall_s
         self.on_done, self.stop_check = on_done, stop_check
-        self.staged_bytes = 0  # ours: written or being written, not yet uploaded
+        self.staged_bytes = 0  # ours: reserved or written, not yet uploaded
+        self._written_bytes = 0  # the part of it that lies in the folder
         self.failed: dict[str, Exception] = {}
         self._pending: set[str] = set()
         self._changed = threading.Condition()
@@ -74,23 +75,22 @@ class Uploader:
         if self._admits(num_bytes, HIGH_WATER):
             return self._add(num_bytes)
         started = progress_at = time.monotonic()
-        last = (self.staged_bytes, self.room.used())
-        say(f"staging: {human_bytes(last[0])} of ours, {human_bytes(last[1])} of {human_bytes(self.room.size)} used in "
-            f"{self.folder.parent}: waiting for uploads")  # fmt: skip
+        last = (self.staged_bytes, self.room.free())
+        say(f"staging: {human_bytes(last[0])} of ours in {self.folder.parent}, {self.room}: waiting for uploads")
         while not self._admits(num_bytes, LOW_WATER):
             with self._changed:
                 self._changed.wait(min(1.0, self.stall_s / 10))
             self.raise_failed()
             self.stop_check()
-            now = (self.staged_bytes, self.room.used())
-            if now[0] < last[0] or now[1] < last[1]:
+            now = (self.staged_bytes, self.room.free())
+            if now[0] < last[0] or now[1] > last[1]:
                 progress_at = time.monotonic()
             elif time.monotonic() - progress_at > self.stall_s:
                 raise UserError(
                     f"staging folder {self.folder.parent}",
                     got=f"no progress for {self.stall_s:.0f} s: {human_bytes(now[0])} of ours in {len(self._pending)} "
-                    f"shard(s), {human_bytes(now[1])} of {human_bytes(self.room.size)} used in all",
-                    want=f"{human_bytes(num_bytes)} below {HIGH_WATER:.0%}",
+                    f"shard(s), {self.room}",
+                    want=f"room for {human_bytes(num_bytes)}, the folder filled to {HIGH_WATER:.0%} at most",
                     fix="look at the store and at who fills that folder; or store.staging_dir=<a larger folder>",
                 )
             last = now
@@ -102,6 +102,7 @@ class Uploader:
         num_bytes = path.stat().st_size
         with self._changed:
             self.staged_bytes += num_bytes - reserved_bytes
+            self._written_bytes += num_bytes
             self._pending.add(facts.shard_id)
             self._queue.put((path, facts, num_bytes))
 
@@ -118,9 +119,7 @@ class Uploader:
     def _admits(self, num_bytes: int, level: float) -> bool:
         """Ours below the level (or nothing of ours is left to wait for), everyone's below the high-water mark."""
         ours = self.staged_bytes + num_bytes <= level * self.room.own_size or self.staged_bytes == 0
-        # A reserved shard is not on disk yet, so ours counts in full and the others' by what the file system says.
-        everyone = max(self.room.used(), self.staged_bytes) + num_bytes <= HIGH_WATER * self.room.size
-        return ours and everyone
+        return ours and self.room.fits(num_bytes + self.staged_bytes - self._written_bytes)
 
     def _add(self, num_bytes: int) -> None:
         with self._changed:
@@ -140,6 +139,7 @@ class Uploader:
             with self._changed:
                 self._pending.discard(facts.shard_id)
                 self.staged_bytes -= num_bytes
+                self._written_bytes -= num_bytes
                 self._changed.notify_all()
 
     def _publish(self, path: Path, facts: ShardFacts) -> Marker:
