@@ -2,7 +2,7 @@
 
     reads    a drafter (newest checkpoint, a folder or a .safetensors file), the target, the tasks' prompts
     writes   <eval.output_dir, or work_dir/eval/<checkpoint>>/<method>.json, .md, .png
-    exit 1   when greedy answers are not the autoregressive ones (float32), or differ at more than eval.max_margin
+    exit 1   when greedy answers leave the autoregressive ones where the target was not undecided (eval.max_margin)
 
 `load_parts` once, then `compare` any number of methods over the same prompts in one process.
 """
@@ -47,8 +47,7 @@ def main(run: EvalRun) -> int:
     preflight(run)
     parts = load_parts(run)
     method = method_of(run)
-    baseline = [Method("autoregressive")] if run.eval.baseline and method.kind != "autoregressive" else []
-    results = compare(parts, [*baseline, method])
+    results = compare(parts, methods_of(run))
     report = make_report(parts, results)
     paths = reports.write_report(report, report_folder(run, parts.checkpoint), reports.slug(method.name))
     reports.print_report(report)
@@ -90,6 +89,23 @@ def method_of(run: EvalRun) -> Method:
     return Method(run.eval.method, run.eval.budget, run.eval.block_size, run.eval.ablate)
 
 
+def methods_of(run: EvalRun) -> list[Method]:
+    """All that is measured side by side: the baseline, the method, and eval.also; each once."""
+    first = [Method("autoregressive")] if run.eval.baseline else []
+    return list(dict.fromkeys([*first, method_of(run), *(parse_method(run, text) for text in run.eval.also)]))
+
+
+def parse_method(run: EvalRun, text: str) -> Method:
+    """An entry of eval.also: "dflash", "ddtree:16", "dflash:untrained", "dflash:shuffle_features"."""
+    kind, _, detail = text.partition(":")
+    method = replace(method_of(run), kind=kind, ablate="none")
+    known = kind == "dflash" and detail in ("", "untrained", "shuffle_features") or kind == "ddtree" and detail.isdigit()
+    if not known or run.eval.method == "autoregressive":
+        raise UserError("eval.also", got=text if not known else f"{text} beside autoregressive, which loads no drafter",
+                        want="dflash | dflash:untrained | dflash:shuffle_features | ddtree:<budget>")  # fmt: skip
+    return replace(method, budget=int(detail)) if kind == "ddtree" else replace(method, ablate=detail or "none")
+
+
 @dataclass
 class Parts:
     """Everything loaded once. drafter and head are None without a checkpoint (autoregressive alone)."""
@@ -127,9 +143,9 @@ def preflight(run: EvalRun) -> None:
     checks += [plan.check_device(run), plan.check_memory(need_bytes),
                *plan.check_gpu_memory(run, need_bytes, "eval.dtype=bfloat16, a smaller target, or hardware=cpu"),
                plan.check_disk(report_folder(run, None), weights.download_bytes + 20_000_000)]  # fmt: skip
-    names = [*(["autoregressive"] if run.eval.baseline else []), method_of(run).name]
+    names = [method.name for method in methods_of(run)]
     plan.preflight(run, checks, [
-        f"eval: {' and '.join(dict.fromkeys(names))} on {', '.join(run.eval.tasks)} "
+        f"eval: {', '.join(names)} on {', '.join(run.eval.tasks)} "
         f"({num_prompts(run) or 'all'} prompts a task, up to {run.eval.max_new_tokens} new tokens each), "
         f"target {run.target.name} in {dtype_of(run)}; report under {report_folder(run, None)}"
     ])  # fmt: skip

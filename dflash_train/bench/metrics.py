@@ -17,6 +17,8 @@ from dflash_train.records import Generation
 from dflash_train.util.errors import UserError
 
 NUM_RESAMPLES = 2000
+# One node or many take different kernels, so float32 logits differ by rounding: up to 2e-5 measured on a 135M target.
+FLOAT32_TIE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -219,8 +221,8 @@ def first_difference(a: list[int], b: list[int]) -> int:
 def losslessness(result: Agreement | None, *, dtype: str, max_margin: float) -> tuple[str, str]:
     """(verdict, one sentence). Verdict: "not checked" | "equal" | "near ties" | "FAILED".
 
-    float32 answers must be equal. Elsewhere a first difference is legal where the target itself was undecided: at a
-    margin of at most max_margin.
+    A first difference is legal only where the target itself was undecided: at a margin of at most max_margin logits,
+    in float32 of at most FLOAT32_TIE, which is rounding.
     """
     if result is None or not result.num_answers:
         return "not checked", "greedy answers were not compared with autoregressive ones"
@@ -231,8 +233,7 @@ def losslessness(result: Agreement | None, *, dtype: str, max_margin: float) -> 
     first = max(result.differences, key=size)
     where = f"{first.task} {first.id} token {first.position}"
     said += f"; largest margin at a first difference {first.margin:.3g} logits ({where})"
-    if dtype == "float32":
-        return "FAILED", f"{said}, but float32 answers must be equal"
-    if size(first) > max_margin:
-        return "FAILED", f"{said}, above eval.max_margin={max_margin:g}"
-    return "near ties", f"{said}, within eval.max_margin={max_margin:g}"
+    limit, limit_name = (FLOAT32_TIE, "float32 rounding") if dtype == "float32" else (max_margin, "eval.max_margin")
+    if size(first) > limit:
+        return "FAILED", f"{said}, above {limit_name} ({limit:g})"
+    return "near ties", f"{said}, within {limit_name} ({limit:g})"
