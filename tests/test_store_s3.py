@@ -18,12 +18,14 @@ import boto3
 import pytest
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
-from helpers_store import make_shard, publish
+from helpers_store import make_run, make_shard, publish
 
+from dflash_train import extract, regenerate
 from dflash_train.config import StoreConfig
 from dflash_train.store import local, s3
 from dflash_train.store.base import StoreUnavailable
-from dflash_train.store.shard import fetch_shard, list_markers, read_shard
+from dflash_train.store.shard import fetch_shard, list_markers, read_shard, read_target_head
+from dflash_train.target import tiny
 from dflash_train.util.errors import UserError
 
 BUCKET, SECRET = "shards", "very-secret-value"
@@ -221,6 +223,23 @@ def test_stores_of_different_names_do_not_see_each_other(moto):
     first, second = s3_store(moto, "name"), s3_store(moto, "name-2")
     second.put_bytes("x", b"x")
     assert first.list() == [] and second.list() == [("x", 1)]
+
+
+def test_an_extraction_into_a_bucket_is_whole_verified_and_recognized(moto, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(regenerate, "ensure_answers", lambda run: run.answers_dir)
+    run = make_run(tmp_path, store__kind="s3", store__root=f"s3://{BUCKET}/extracted",
+                   store__options={"endpoint_url": moto, "addressing": "path"})  # fmt: skip
+    assert extract.main(run) is None
+    store = s3.open_store(run.store, run.store_name)
+    assert [marker.shard_id for marker in list_markers(store, "train")] == [f"train-{i:05d}" for i in range(8)]
+    assert read_target_head(store, tmp_path / "cache").embedding.shape == (128, 64)
+    run.extract.verify = True
+    assert extract.main(run) == 0
+    run.extract.verify = False
+    monkeypatch.setattr(tiny, "load", lambda *arguments: pytest.fail("the target was loaded"))
+    assert extract.main(run) is None
+    out = capsys.readouterr().out
+    assert "every shard is in s3://shards/extracted/toy-tiny already" in out and SECRET not in out
 
 
 # ---------------------------------------------------------------- what goes wrong

@@ -44,8 +44,8 @@ class Room:
     """How much the staging folder may hold.
 
     On a RAM disk everybody's bytes together stay below 80 % of its size, and ours below 80 % of the memory that was
-    free at the start. On a disk, which may well be 85 % full and have a terabyte left, ours stay below 80 % of what was free
-    at the start, and a new file takes at most 80 % of what is free now.
+    free at the start. On a disk, which may well be 85 % full and have a terabyte left, ours stay below 80 % of what was
+    free at the start, and a new file takes at most 80 % of what is free now.
     """
 
     def __init__(self, folder: Path):
