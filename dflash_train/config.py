@@ -313,6 +313,7 @@ class EvalConfig:
     baseline: bool = True  # also run autoregressive: speedup and losslessness
     max_margin: float = 0.25  # a first difference at a larger logit margin fails the run
     ablate: str = "none"  # none | shuffle_features | untrained
+    also: list[str] = field(default_factory=list)  # more methods on the same prompts: dflash:untrained, ddtree:16, ...
     allow_mismatch: bool = False  # also with another target's weights, template or thinking mode than it was trained on
     output_dir: str | None = None
 
