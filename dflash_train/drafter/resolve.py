@@ -65,18 +65,6 @@ def check_taps(config: DrafterConfig) -> None:
             "drafter.target_layer_ids", got=config.target_layer_ids, want=f"layer ids within 0..{last}")  # fmt: skip
 
 
-def check_mask_token(mask_token_id: int | None, embedding_rows: int, special_ids: dict[str, int | None]) -> None:
-    """The mask token is a row of the target's embedding and none of special_ids ({"eos_token_id": 2, ...}).
-
-    `vocab_size` of the tokenizer says nothing: the rows decide. Raises UserError."""
-    key = "target.mask_token_id"
-    require(mask_token_id is not None, key, got="null", want="a token id that never occurs in text", fix=f"{key}=...")
-    last = embedding_rows - 1
-    require(0 <= mask_token_id <= last, key, got=mask_token_id, want=f"a row of the embedding, 0..{last}")
-    for name, token_id in special_ids.items():
-        require(token_id != mask_token_id, key, got=f"{mask_token_id}, the {name}", want="a token with no other use")
-
-
 def check_compatible(
     config: DrafterConfig, *, name: str, hidden_size: int | None, num_layers: int | None, vocab_size: int | None,
     layer_ids: list[int] | tuple[int, ...] | None = None, mask_token_id: int | None = None,

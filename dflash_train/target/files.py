@@ -167,7 +167,8 @@ def fingerprint(folder: Path) -> str:
     safetensors file by name, its size, its JSON header and 64 KB at 16 even positions."""
     total = hashlib.sha256()
     hf_config = json.loads((folder / "config.json").read_text("utf-8"))
-    hf_config.pop("_name_or_path", None)  # where it was loaded from is not who it is
+    for name in ("_name_or_path", "_model_name_or_path", "transformers_version"):
+        hf_config.pop(name, None)  # where it came from and who wrote the file is not who it is
     total.update(canonical_json(hf_config).encode("utf-8"))
     for path in weight_files(folder):
         size = path.stat().st_size

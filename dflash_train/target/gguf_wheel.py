@@ -93,7 +93,8 @@ def convert(gguf: Path, folder: Path, eos_token: str) -> None:
         tokenizer.eos_token = tokenizer.pad_token = eos_token
         tokenizer.save_pretrained(temporary)
         hf_config = model.config.to_dict()
-        hf_config.pop("quantization_config", None)
+        for name in ("quantization_config", "_name_or_path"):
+            hf_config.pop(name, None)
         hf_config |= {"dtype": "bfloat16", "architectures": [type(model).__name__],
                       "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}  # fmt: skip
         write_json(temporary / "config.json", hf_config)

@@ -8,7 +8,8 @@ from rich.table import Table
 
 from dflash_train.util.dist import is_main
 
-console = Console(stderr=False, highlight=False, soft_wrap=True)
+# A pipe or a log file has no width of its own; 80 columns would break every path.
+console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
 
 
 def say(message: str = "") -> None:
