@@ -77,7 +77,8 @@ class S3Server:
             weed_binary(), "server", f"-dir={self.folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3",
             f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", f"-s3.port={s3}",
             "-master.telemetry=false", "-master.electionTimeout=500ms", "-master.volumeSizeLimitMB=1024",
-            "-volume.max=100", "-volume.preStopSeconds=1", "-s3.port.iceberg=0", "-s3.port.lance=0", f"-s3.config={config}",
+            "-volume.max=100", "-volume.preStopSeconds=1", f"-s3.config={config}", "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
         ]  # fmt: skip
         self.log = open(self.folder / "server.log", "ab")
         self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log, start_new_session=True)

@@ -104,7 +104,7 @@ def test_values_with_special_characters_need_quotes_and_then_work():
     """Trap 36."""
     run = build("extract", 'store.root="s3://b/run=1/x"', "store=s3")
     assert run.store.root == "s3://b/run=1/x"
-    with pytest.raises(Exception, match="mismatched|extraneous|NoViableAlt|no viable"):
+    with pytest.raises(Exception, match=r"mismatched|extraneous|NoViableAlt|no viable"):
         build("extract", "target.chat_template=<|mask|>")
     assert build("extract", 'target.chat_template="<|mask|>"').target.chat_template == "<|mask|>"
 

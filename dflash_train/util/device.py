@@ -27,7 +27,10 @@ def cuda_problem() -> str | None:
 
 
 def pick_device(device: str, num_threads: int | None = None) -> torch.device:
-    """'auto' | 'cpu' | 'cuda' -> device of this process (LOCAL_RANK picks the GPU). Raises UserError for an unusable 'cuda'."""
+    """'auto' | 'cpu' | 'cuda' -> device of this process; LOCAL_RANK picks the GPU.
+
+    Raises UserError for a 'cuda' that cannot be used.
+    """
     if num_threads:
         torch.set_num_threads(num_threads)
     if device == "cpu":
