@@ -1,6 +1,6 @@
 """Frozen data that crosses a stage boundary.
 
-    Sample        one conversation of the mix, before or after the target answered it      (mix -> regenerate -> extract)
+    Sample        one conversation of the mix, before or after the target answered it     (mix -> regenerate -> extract)
     Rendered      its token ids and exact loss mask                                        (chat -> extract)
     HiddenShard   captured rows of many samples                                            (extract -> store -> train)
     TargetHead    the target's frozen embedding and head                                   (target -> store -> drafter)
@@ -47,7 +47,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A sample as the target reads it: token_ids, and loss_mask True exactly on the last assistant turn's text and end token."""
+    """A sample as the target reads it. loss_mask is True exactly on the last assistant turn's text and end token."""
 
     sample_id: str
     token_ids: list[int]
@@ -75,8 +75,8 @@ class HiddenShard:
 class TargetHead:
     """The target's frozen embedding and head, all a drafter needs of the target beside captured rows.
 
-    embedding [V, H]; head [V, H] (the same tensor where tied); final_norm [H] with final_norm_offset 1.0 for (1+w) norms
-    and 0.0 for plain ones; final_norm_eps. The weights never take part in the optimizer or in the DeepSpeed engine.
+    embedding [V, H]; head [V, H] (the same tensor where tied); final_norm [H] with final_norm_offset 1.0 for (1+w)
+    norms and 0.0 for plain ones; final_norm_eps. None of it is in the optimizer or in the DeepSpeed engine.
     """
 
     embedding: Tensor
@@ -97,15 +97,16 @@ class TargetHead:
         tied = self.head is self.embedding
         embedding = self.embedding.to(device, dtype)
         head = embedding if tied else self.head.to(device, dtype)
-        return TargetHead(embedding, head, self.final_norm.to(device, dtype), self.final_norm_offset, self.final_norm_eps)
+        norm = self.final_norm.to(device, dtype)
+        return TargetHead(embedding, head, norm, self.final_norm_offset, self.final_norm_eps)
 
 
 @dataclass(frozen=True)
 class DraftBatch:
     """B packed rows of T tokens. Padding has document_ids -1, loss_mask False.
 
-    token_ids i64[B,T]; loss_mask bool[B,T]; document_ids i64[B,T] (0.. within a row); position_ids i64[B,T] (restart at 0
-    per document); hidden [B, T, L*H]; last_hidden [B, T, H] or None; sample_ids[b][d] names document d of row b.
+    token_ids i64[B,T]; loss_mask bool[B,T]; document_ids i64[B,T] (0.. within a row); position_ids i64[B,T] (restart
+    at 0 per document); hidden [B, T, L*H]; last_hidden [B, T, H] or None; sample_ids[b][d] names document d of row b.
     """
 
     token_ids: Tensor
@@ -148,7 +149,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """Which target rows a proposer reads: captured layers (in this order) and, or, the last hidden state after the final norm."""
+    """Target rows a proposer reads: captured layers, in this order, and the last hidden state after the final norm."""
 
     layer_ids: tuple[int, ...] = ()
     last_hidden: bool = False
@@ -201,7 +202,7 @@ class Verdict:
 class Generation:
     """One answer and how it came about.
 
-    token_ids: all generated tokens, stop token included. round_lengths: tokens committed by each round that counts (a round
+    token_ids: all generated tokens, stop token included. round_lengths: tokens committed by each round that counts (one
     cut by max_new_tokens is not in it). draft_lengths: drafted depth offered in each of those rounds.
     margins: target's top-1 minus top-2 logit at each generated token, or [].
     decode_s: seconds of the counted rounds; propose_s, verify_s, commit_s: their parts.
