@@ -90,11 +90,13 @@ class DataConfig:
             key = f"data.sources.{name}"
             require(source.take is None or source.take >= 0, f"{key}.take", got=source.take, want=">= 0 or null")
             require(bool(source.path) or source.kind not in ("files", "hub"), f"{key}.path", got="nothing",
-                    want="a file, folder or glob (kind files), or a data set id (kind hub)", fix=f"{key}.path=my.jsonl")  # fmt: skip
+                    want="a file, folder or glob (kind files), or a data set id (kind hub)",
+                    fix=f"{key}.path=my.jsonl")  # fmt: skip
         for bucket, share in self.thinking_share.items():
             require(0 <= share <= 1, f"data.thinking_share.{bucket}", got=share, want="0..1")
-        require(self.answers.max_new_tokens > 1, "data.answers.max_new_tokens", got=self.answers.max_new_tokens, want="> 1")
-        require(self.answers.batch_size > 0, "data.answers.batch_size", got=self.answers.batch_size, want="> 0")
+        answers = self.answers
+        require(answers.max_new_tokens > 1, "data.answers.max_new_tokens", got=answers.max_new_tokens, want="> 1")
+        require(answers.batch_size > 0, "data.answers.batch_size", got=answers.batch_size, want="> 0")
 
 
 # ---------------------------------------------------------------- target, drafter
@@ -102,7 +104,7 @@ class DataConfig:
 
 @dataclass
 class TargetConfig:
-    """The frozen model. The sizes are only for `plan` before anything is downloaded; a loaded model must agree with them."""
+    """The frozen model. The sizes serve `plan` before anything is downloaded; a loaded model must agree with them."""
 
     name: str = MISSING
     kind: str = MISSING
@@ -327,8 +329,8 @@ class EvalConfig:
         require(self.top_k >= 0, "eval.top_k", got=self.top_k, want=">= 0 (0 = off)")
         require(self.budget >= 1, "eval.budget", got=self.budget, want=">= 1")
         require(self.max_new_tokens >= 2, "eval.max_new_tokens", got=self.max_new_tokens, want=">= 2")
-        require(not (self.accept == "rejection" and self.method == "ddtree"), "eval.accept", got="rejection with ddtree",
-                want="sample (rejection is defined for chains)")  # fmt: skip
+        require(not (self.accept == "rejection" and self.method == "ddtree"), "eval.accept",
+                got="rejection with ddtree", want="sample (rejection is defined for chains)")  # fmt: skip
 
 
 @dataclass

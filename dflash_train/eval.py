@@ -18,6 +18,7 @@ from dflash_train import cli, plan
 from dflash_train.bench import report as reports
 from dflash_train.bench.compatible import check_drafter, read_record
 from dflash_train.bench.conversation import Conversation
+from dflash_train.bench.methods import Method, method_of, methods_of
 from dflash_train.bench.metrics import MethodResult, PromptResult
 from dflash_train.bench.prompts import EXISTING, TASKS, EvalPrompt, load_task
 from dflash_train.config import EvalRun
@@ -46,8 +47,8 @@ WARM_UP_TOKENS = 16
 def main(run: EvalRun) -> int:
     preflight(run)
     parts = load_parts(run)
-    method = method_of(run)
-    results = compare(parts, methods_of(run))
+    method = method_of(run.eval)
+    results = compare(parts, methods_of(run.eval))
     report = make_report(parts, results)
     paths = reports.write_report(report, report_folder(run, parts.checkpoint), reports.slug(method.name))
     reports.print_report(report)
@@ -61,50 +62,6 @@ def main(run: EvalRun) -> int:
     else:
         say("next: " + cli.next_command("export", run, **{"export.checkpoint": str(parts.checkpoint)}))
     return 0
-
-
-# ---------------------------------------------------------------- what is compared
-
-
-@dataclass(frozen=True)
-class Method:
-    """One way to decode. kind: a key of PROPOSERS; the rest as in EvalConfig. `name` labels it."""
-
-    kind: str
-    budget: int = 64
-    block_size: int | None = None
-    ablate: str = "none"
-
-    @property
-    def name(self) -> str:
-        name = f"{self.kind}-{self.budget}" if self.kind == "ddtree" else self.kind
-        name += f" B={self.block_size}" if self.block_size else ""
-        return name + {"none": "", "shuffle_features": ", shuffled rows", "untrained": ", untrained"}[self.ablate]
-
-
-def method_of(run: EvalRun) -> Method:
-    """The method the configuration names."""
-    if run.eval.method == "autoregressive":
-        return Method("autoregressive")
-    return Method(run.eval.method, run.eval.budget, run.eval.block_size, run.eval.ablate)
-
-
-def methods_of(run: EvalRun) -> list[Method]:
-    """All that is measured side by side: the baseline, the method, and eval.also; each once."""
-    first = [Method("autoregressive")] if run.eval.baseline else []
-    return list(dict.fromkeys([*first, method_of(run), *(parse_method(run, text) for text in run.eval.also)]))
-
-
-def parse_method(run: EvalRun, text: str) -> Method:
-    """An entry of eval.also: "dflash", "ddtree:16", "dflash:untrained", "dflash:shuffle_features"."""
-    kind, _, detail = text.partition(":")
-    method = replace(method_of(run), kind=kind, ablate="none")
-    chain = kind == "dflash" and detail in ("", "untrained", "shuffle_features")
-    known = chain or (kind == "ddtree" and detail.isdigit() and int(detail) > 0)
-    if not known or run.eval.method == "autoregressive":
-        raise UserError("eval.also", got=text if not known else f"{text} beside autoregressive, which loads no drafter",
-                        want="dflash | dflash:untrained | dflash:shuffle_features | ddtree:<budget>")  # fmt: skip
-    return replace(method, budget=int(detail)) if kind == "ddtree" else replace(method, ablate=detail or "none")
 
 
 @dataclass
@@ -144,7 +101,7 @@ def preflight(run: EvalRun) -> None:
     checks += [plan.check_device(run), plan.check_memory(need_bytes),
                *plan.check_gpu_memory(run, need_bytes, "eval.dtype=bfloat16, a smaller target, or hardware=cpu"),
                plan.check_disk(report_folder(run, None), weights.download_bytes + 20_000_000)]  # fmt: skip
-    names = [method.name for method in methods_of(run)]
+    names = [method.name for method in methods_of(run.eval)]
     plan.preflight(run, checks, [
         f"eval: {', '.join(names)} on {', '.join(run.eval.tasks)} "
         f"({num_prompts(run) or 'all'} prompts a task, up to {run.eval.max_new_tokens} new tokens each), "

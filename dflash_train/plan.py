@@ -30,7 +30,7 @@ def preflight(run: Run, checks: list[Check], todo: list[str]) -> None:
     """Print what the stage will do and whether it can; exit 2 when something is missing, 0 after a dry run."""
     for line in todo:
         say(line)
-    rows = [[check.name, "ok" if check.ok else "MISSING", check.detail, "" if check.ok else check.fix] for check in checks]
+    rows = [[c.name, "ok" if c.ok else "MISSING", c.detail, "" if c.ok else c.fix] for c in checks]
     table(f"{run.stage}: what it needs", ["need", "", "found", "fix"], rows)
     if not all(check.ok for check in checks):
         say(f"{run.stage} was not started: {sum(not check.ok for check in checks)} need(s) above are missing.")
@@ -48,7 +48,8 @@ def check_file(name: str, path: str | Path, fix: str) -> Check:
 
 def check_disk(path: str | Path, need_bytes: int, fix: str = "free some space, or choose another folder") -> Check:
     free = free_bytes(path)
-    return Check("disk", free >= need_bytes, f"{human_bytes(free)} free at {path}, {human_bytes(need_bytes)} needed", fix)
+    detail = f"{human_bytes(free)} free at {path}, {human_bytes(need_bytes)} needed"
+    return Check("disk", free >= need_bytes, detail, fix)
 
 
 def check_memory(need_bytes: int) -> Check:
@@ -123,35 +124,42 @@ def drafter_parameters(run: PlanRun) -> int | None:
 
 def plan_rows(run: PlanRun) -> list[list[str]]:
     """The table: [what, how much, how it follows]."""
-    target, store = run.target, run.store
+    target, parameters = run.target, drafter_parameters(run)
     rows = []
     if target.num_parameters:
         size = target.num_parameters * {"bfloat16": 2, "float32": 4}[target.dtype]
         rows.append(["target", f"{target.num_parameters:,} parameters", f"{human_bytes(size)} as {target.dtype}"])
-    parameters = drafter_parameters(run)
-    rows.append(["drafter", f"{parameters:,} parameters" if parameters else "follows the target",
-                 f"{human_bytes(parameters * 2)} as bfloat16" if parameters else "sizes are null: known once a store exists"])  # fmt: skip
+    if parameters:
+        rows.append(["drafter", f"{parameters:,} parameters", f"{human_bytes(parameters * 2)} as bfloat16"])
+    else:
+        rows.append(["drafter", "follows the target", "its sizes are null: known once a store exists"])
     if not target.hidden_size:
-        rows.append(["storage", "unknown", "target.hidden_size is null: known once the target is there"])
-        return rows
+        return [*rows, ["storage", "unknown", "target.hidden_size is null: known once the target is there"]]
+    return rows + storage_rows(run)
+
+
+def storage_rows(run: PlanRun) -> list[list[str]]:
+    """Bytes a token, a sample and in all, and whether the local disk holds them."""
+    target, store = run.target, run.store
     layers = len(run.extract.layer_ids or range(run.extract.num_taps))
     per_token = hidden_bytes_per_token(layers, target.hidden_size, store.dtype, store.last_hidden)
-    rows.append(["hidden rows", f"{per_token:,} B a token",
-                 f"{layers} layers x {target.hidden_size} x {store.dtype}" + (" + last hidden" if store.last_hidden else "")])  # fmt: skip
+    last = " + last hidden" if store.last_hidden else ""
+    rows = [["hidden rows", f"{per_token:,} B a token", f"{layers} layers x {target.hidden_size} x {store.dtype}{last}"]]
     samples, why = planned_samples(run)
     if samples is None:
-        rows.append(["storage", "unknown", why])
-        return rows
-    total = per_token * run.tokens_per_sample * samples
-    rows.append(["tokens", f"{samples * run.tokens_per_sample:,.0f}", f"{samples:,} samples ({why}) x {run.tokens_per_sample:g}"])
+        return [*rows, ["storage", "unknown", why]]
+    tokens = samples * run.tokens_per_sample
+    total, shards = per_token * tokens, max(1, round(per_token * tokens / store.shard_bytes))
+    rows.append(["tokens", f"{tokens:,.0f}", f"{samples:,} samples ({why}) x {run.tokens_per_sample:g}"])
     rows.append(["storage", human_bytes(total), f"{human_bytes(per_token * run.tokens_per_sample)} a sample, "
-                 f"{max(1, round(total / store.shard_bytes)):,} shards of {human_bytes(store.shard_bytes)}"])  # fmt: skip
+                 f"{shards:,} shards of {human_bytes(store.shard_bytes)}"])  # fmt: skip
     if store.kind == "local":
         free = free_bytes(store.root)
         limit = store.max_bytes or int(0.8 * free)
-        rows.append(["disk", f"{human_bytes(free)} free at {store.root}",
-                     "fits" if total <= limit else f"does not fit in {human_bytes(limit)}: fewer taps (extract.num_taps), "
-                     "limit=N, store=s3, or a larger disk (store.root)"])  # fmt: skip
+        verdict = "fits" if total <= limit else (
+            f"does not fit in {human_bytes(limit)}: fewer taps (extract.num_taps), limit=N, store=s3, "
+            "or a larger disk (store.root)")  # fmt: skip
+        rows.append(["disk", f"{human_bytes(free)} free at {store.root}", verdict])
     return rows
 
 

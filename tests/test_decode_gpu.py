@@ -27,7 +27,8 @@ def test_greedy_answers_on_the_gpu_equal_the_cpus_token_for_token():
     on_cpu, _, _ = parts("cpu")
     expected = generate(on_cpu, Autoregressive(), Verifier(Sampling()), PROMPT_IDS, NUM_TOKENS).token_ids
     target, drafter, head = parts("cuda")
-    proposers = [Autoregressive(), DFlash(drafter, head, DraftSettings()), DDTree(drafter, head, DraftSettings(budget=64)),
+    proposers = [Autoregressive(), DFlash(drafter, head, DraftSettings()),
+                 DDTree(drafter, head, DraftSettings(budget=64)),
                  ShuffledFeatures(DFlash(drafter, head, DraftSettings()), seed=1)]  # fmt: skip
     for proposer in proposers:
         answer = generate(target, proposer, Verifier(Sampling()), PROMPT_IDS, NUM_TOKENS)

@@ -13,6 +13,7 @@ from hydra import compose, initialize_config_dir
 from dflash_train import cli, eval
 from dflash_train.bench.compatible import trained_modes
 from dflash_train.bench.conversation import Conversation
+from dflash_train.bench.methods import methods_of
 from dflash_train.bench.prompts import load_task
 from dflash_train.data.chat import Renderer
 from dflash_train.decode.autoregressive import Proposer as Autoregressive
@@ -262,3 +263,14 @@ def test_the_command_line_runs_as_documented(place):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ddtree-12" in done.stdout and "next: python -m dflash_train.export" in done.stdout
     assert len(list((place / "cli").rglob("ddtree-12.png"))) == 1
+
+
+def test_methods_beside_the_main_one_are_named_and_measured_once(place):
+    run = make_run(place, "eval.also=[dflash,'dflash:untrained','ddtree:16','ddtree:64']", method="ddtree")
+    names = [method.name for method in methods_of(run.eval)]
+    assert names == ["autoregressive", "ddtree-64", "dflash", "dflash, untrained", "ddtree-16"]
+    for wrong in ("medusa", "ddtree", "ddtree:0", "dflash:upside_down"):
+        with pytest.raises(UserError, match=r"eval\.also"):
+            methods_of(make_run(place, f"eval.also=['{wrong}']").eval)
+    with pytest.raises(UserError, match="loads no drafter"):
+        methods_of(make_run(place, "eval.also=[dflash]", method="autoregressive").eval)
