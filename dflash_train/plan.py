@@ -10,6 +10,7 @@ import torch
 
 from dflash_train import cli
 from dflash_train.config import PlanRun, Run
+from dflash_train.store import STORES, budget
 from dflash_train.util.device import cuda_problem, pick_device
 from dflash_train.util.errors import UserError
 from dflash_train.util.io import free_bytes, human_bytes, read_json
@@ -88,11 +89,6 @@ def check_gpu_memory(run: Run, need_bytes: int, fix: str) -> list[Check]:
 # ---------------------------------------------------------------- the command
 
 
-def hidden_bytes_per_token(num_layers: int, hidden_size: int, dtype: str, last_hidden: bool) -> int:
-    """Bytes one token takes in the store: L captured rows of the target's width (and the last hidden state)."""
-    return (num_layers + last_hidden) * hidden_size * {"bfloat16": 2, "float32": 4}[dtype]
-
-
 def planned_samples(run: PlanRun) -> tuple[int | None, str]:
     """(number of samples, where that number comes from)."""
     if run.samples is not None:
@@ -142,24 +138,24 @@ def storage_rows(run: PlanRun) -> list[list[str]]:
     """Bytes a token, a sample and in all, and whether the local disk holds them."""
     target, store = run.target, run.store
     layers = len(run.extract.layer_ids or range(run.extract.num_taps))
-    per_token = hidden_bytes_per_token(layers, target.hidden_size, store.dtype, store.last_hidden)
+    per_token = budget.row_bytes(target.hidden_size, layers, store)
     last = " + last hidden" if store.last_hidden else ""
-    rows = [["hidden rows", f"{per_token:,} B a token", f"{layers} layers x {target.hidden_size} x {store.dtype}{last}"]]
+    how = f"{layers} layers x {target.hidden_size} x {store.dtype}{last}"
+    rows = [["hidden rows", f"{per_token:,} B a token", how]]
     samples, why = planned_samples(run)
     if samples is None:
         return [*rows, ["storage", "unknown", why]]
     tokens = samples * run.tokens_per_sample
-    total, shards = per_token * tokens, max(1, round(per_token * tokens / store.shard_bytes))
+    total = int(per_token * tokens)
+    shards = max(1, round(total / store.shard_bytes))
     rows.append(["tokens", f"{tokens:,.0f}", f"{samples:,} samples ({why}) x {run.tokens_per_sample:g}"])
     rows.append(["storage", human_bytes(total), f"{human_bytes(per_token * run.tokens_per_sample)} a sample, "
                  f"{shards:,} shards of {human_bytes(store.shard_bytes)}"])  # fmt: skip
-    if store.kind == "local":
-        free = free_bytes(store.root)
-        limit = store.max_bytes or int(0.8 * free)
-        verdict = "fits" if total <= limit else (
-            f"does not fit in {human_bytes(limit)}: fewer taps (extract.num_taps), limit=N, store=s3, "
-            "or a larger disk (store.root)")  # fmt: skip
-        rows.append(["disk", f"{human_bytes(free)} free at {store.root}", verdict])
+    opened = cli.plugin(STORES, store.kind, "store.kind").open_store(store, run.store_name)
+    limit = budget.max_bytes(store, opened, present_bytes=0)
+    ways_out = budget.too_much(total, limit)
+    verdict = f"does not fit: {ways_out}" if ways_out else "fits"
+    rows.append(["room", f"{human_bytes(limit[0])} at {opened.url} ({limit[1]})", verdict])
     return rows
 
 

@@ -1,4 +1,4 @@
-"""KNOWN_FAILURES.md lists every known way this job goes wrong and the tests that hold it; this compares the list with the tests.
+"""KNOWN_FAILURES.md lists every known way this job goes wrong and the tests that hold it; here it meets those tests.
 
 A test that holds a line says so in its docstring's first line: "Trap 17: ..." or "Traps 17, 18: ...".
 `python tests/test_known_failures.py` rewrites the list's last column.
