@@ -198,6 +198,10 @@ def test_evaluation_equals_drafting_at_every_position_and_does_not_depend_on_chu
         )
         for n in (5, 64)
     ]
+    results.append(evaluate_samples(
+        model, config, head, [batch], objective=Objective(), stop_ids=(), attention="flex"
+    ))  # fmt: skip
+    assert results[2].round_lengths == results[0].round_lengths and abs(results[2].loss - results[0].loss) < 1e-5
     assert results[0].round_lengths == results[1].round_lengths and results[0].correct == results[1].correct
     assert abs(results[0].loss - results[1].loss) < 1e-5
     assert results[0].slot_accuracy[0] == 1.0 and results[0].slot_accuracy[2] < 0.9

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_mask
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from dflash_train.drafter.anchors import draw_anchors, make_blocks
 from dflash_train.drafter.dflash import block_hidden, resolve_attention
-from dflash_train.drafter.mask import MaskKind, block_rule, build_masks, dense_mask, mask_kind
+from dflash_train.drafter.mask import MaskKind, block_rule, build_masks, dense_mask, flex_mask, mask_kind
 from dflash_train.drafter.naive import naive_visible
 from dflash_train.util.errors import UserError
 from tests.helpers_drafter import FULL, MASK_ID, SLIDING, packed_batch, tiny_config, tiny_drafter, tiny_head
@@ -70,6 +70,23 @@ def test_flex_asks_the_same_rule(kind):
     rule = block_rule(blocks.anchors, blocks.valid, blocks.document_ids, batch.document_ids, 4, kind)
     as_flex = create_mask(lambda b, h, q, k: rule(b, q, k), 2, 1, 52, 74, device="cpu")[:, 0]
     assert torch.equal(as_flex, dense_mask(blocks, batch.document_ids, kind))
+
+
+@pytest.mark.parametrize("kind", [MaskKind(None, False), MaskKind(None, True), MaskKind(90, True), MaskKind(3, False)])
+@pytest.mark.parametrize("num_anchors, num_tokens", [(60, 500), (96, 640)])
+def test_flex_tiles_are_those_that_evaluating_every_pair_gives(kind, num_anchors, num_tokens):
+    """Tile lists come from intervals; torch's own construction asks the rule for every pair: the same tiles."""
+    batch = packed_batch([[(150, 3, 150), (300, 2, 290)], [(450, 40, 440)]], num_tokens)
+    blocks = draw_anchors(batch, num_anchors=num_anchors, block_size=4, mask_token_id=MASK_ID, seed=1, epoch=0)
+    ours = flex_mask(blocks, batch.document_ids, kind)
+    Q = num_anchors * 4
+    theirs = create_block_mask(ours.mask_mod, 2, None, Q, num_tokens + Q, device="cpu")
+    assert torch.equal(ours.to_dense(), theirs.to_dense()) and ours.shape == theirs.shape
+    for name in ("kv_num_blocks", "q_num_blocks", "full_kv_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    assert 0 < ours.kv_num_blocks.sum() < ours.to_dense().numel()
+    if kind.window is None and num_anchors == 96:
+        assert ours.full_kv_num_blocks.sum() > 0
 
 
 def eager_attention(q, k, v, mask):

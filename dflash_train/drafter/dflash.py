@@ -5,7 +5,9 @@ projects to keys and values with the same weights as its own block; only the blo
 target's embedding and head stay outside the module (`TargetHead`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -51,17 +53,19 @@ def rotate(x_BHTK: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     return x_BHTK * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-_compiled_flex = None
+@cache
+def compiled_flex() -> Callable[..., Tensor]:
+    """flex_attention compiled per shape. Uncompiled it materialises all scores, so a shape too many is an error
+    (fullgraph) and not a quiet fallback: callers keep lengths few (fixed rows, `walk.pad_row`)."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 def attend(q_BHQK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
     """Grouped-query attention, scale K^-0.5. mask: bool [B,Q,T] (sdpa), a BlockMask (flex) or None (all visible)."""
     if isinstance(mask, BlockMask):
-        if q_BHQK.device.type != "cuda":
-            return flex_attention(q_BHQK, k_BHTK, v_BHTK, block_mask=mask, enable_gqa=True)
-        global _compiled_flex
-        _compiled_flex = _compiled_flex or torch.compile(flex_attention)
-        return _compiled_flex(q_BHQK, k_BHTK, v_BHTK, block_mask=mask, enable_gqa=True)
+        flex = compiled_flex() if q_BHQK.device.type == "cuda" else flex_attention
+        return flex(q_BHQK, k_BHTK, v_BHTK, block_mask=mask, enable_gqa=True)
     mask = None if mask is None else mask[:, None]
     return F.scaled_dot_product_attention(q_BHQK, k_BHTK, v_BHTK, attn_mask=mask, enable_gqa=True)
 

@@ -6,16 +6,16 @@ its own document before its anchor, and its own block; nothing else, so neighbou
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 
 from dflash_train.config import DrafterConfig
 from dflash_train.records import Blocks
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+TILE = 128  # of flex_attention's block sparsity
 
 
 @dataclass(frozen=True)
@@ -80,22 +80,45 @@ def dense_mask(blocks: Blocks, context_documents: Tensor, kind: MaskKind) -> Ten
     return rule(rows[:, None, None], queries[None, :, None], keys[None, None, :])
 
 
-@cache
-def _compiled_create_block_mask() -> Callable[..., BlockMask]:
-    # Uncompiled, it materialises the dense [Q, T+Q] grid it is meant to avoid.
-    return torch.compile(create_block_mask)
+def _visible_per_tile(blocks: Blocks, context_documents: Tensor, kind: MaskKind) -> Tensor:
+    """i64[B, Q/TILE, (T+Q)/TILE]: visible (query, key) pairs in each tile, from intervals instead of the dense grid.
+
+    What a slot sees is two runs of keys: context from its document's (or its window's) start up to the anchor, and a
+    stretch of its own block. Documents lie in one piece in a row."""
+    num_blocks, S, T = blocks.anchors.shape[1], blocks.block_size, context_documents.shape[1]
+    device, num_keys = context_documents.device, T + num_blocks * S
+    index = lambda n: torch.arange(n, device=device)
+    begins = torch.ones_like(context_documents, dtype=torch.bool)
+    begins[:, 1:] = context_documents[:, 1:] != context_documents[:, :-1]
+    document_start = torch.where(begins, index(T), 0).cummax(dim=1).values.gather(1, blocks.anchors)
+    slot, anchor = index(S), blocks.anchors[..., None]
+    window = num_keys if kind.window is None else kind.window  # none: wider than everything
+    first = torch.maximum(document_start[..., None], anchor + slot - window + 1)
+    end = torch.where(blocks.valid[..., None], anchor, 0).expand_as(first)
+    own = T + index(num_blocks)[:, None] * S
+    own_first = (own + (slot - window + 1).clamp(min=0)).expand_as(first)
+    own_end = (own + (slot + 1 if kind.causal else (slot + window).clamp(max=S))).expand_as(first)
+
+    tile = index(-(-num_keys // TILE)) * TILE
+    inside = lambda lo, hi: torch.minimum(hi[..., None], tile + TILE) - torch.maximum(lo[..., None], tile)
+    visible = (inside(first, end).clamp(min=0) + inside(own_first, own_end).clamp(min=0)).flatten(1, 2)
+    visible = torch.nn.functional.pad(visible, (0, 0, 0, -visible.shape[1] % TILE))
+    return visible.unflatten(1, (-1, TILE)).sum(dim=2)
 
 
 def flex_mask(blocks: Blocks, context_documents: Tensor, kind: MaskKind) -> BlockMask:
-    """The same rule as a BlockMask for flex_attention."""
+    """The same rule as a BlockMask for flex_attention, which asks it inside partly visible tiles only.
+
+    create_block_mask would evaluate all Q*(T+Q) pairs, or compile anew for every length."""
     rule = block_rule(blocks.anchors, blocks.valid, blocks.document_ids, context_documents, blocks.block_size, kind)
-    num_rows, num_blocks = blocks.anchors.shape
-    num_queries = num_blocks * blocks.block_size
-    device = context_documents.device
-    build = _compiled_create_block_mask() if device.type == "cuda" else create_block_mask
-    return build(
-        lambda b, h, q, k: rule(b, q, k), B=num_rows, H=None, Q_LEN=num_queries,
-        KV_LEN=context_documents.shape[1] + num_queries, device=str(device),
+    visible = _visible_per_tile(blocks, context_documents, kind)[:, None]
+    full = visible == TILE * TILE
+    listed = lambda tiles: (tiles.sum(-1, dtype=torch.int32),
+                            tiles.int().argsort(dim=-1, descending=True, stable=True).int())  # fmt: skip
+    num_queries = blocks.anchors.shape[1] * blocks.block_size
+    return BlockMask.from_kv_blocks(
+        *listed((visible > 0) & ~full), *listed(full), BLOCK_SIZE=TILE, mask_mod=lambda b, h, q, k: rule(b, q, k),
+        seq_lengths=(num_queries, context_documents.shape[1] + num_queries),
     )  # fmt: skip
 
 

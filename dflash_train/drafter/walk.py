@@ -93,6 +93,18 @@ def answer_span(loss_mask: torch.Tensor) -> tuple[int, int]:
     return where[0], end
 
 
+def pad_row(batch: DraftBatch) -> DraftBatch:
+    """A one-row batch padded to a power of two tokens (256 at least): flex compiles once per length."""
+    count = batch.token_ids.shape[1]
+    more = max(256, 1 << (count - 1).bit_length()) - count
+    pad = lambda t, value: torch.nn.functional.pad(t, (0, 0) * (t.ndim - 2) + (0, more), value=value)
+    return DraftBatch(
+        token_ids=pad(batch.token_ids, 0), loss_mask=pad(batch.loss_mask, False),
+        document_ids=pad(batch.document_ids, -1), position_ids=pad(batch.position_ids, 0), hidden=pad(batch.hidden, 0),
+        last_hidden=None if batch.last_hidden is None else pad(batch.last_hidden, 0), sample_ids=batch.sample_ids,
+    )  # fmt: skip
+
+
 @torch.no_grad()
 def evaluate_samples(
     model: nn.Module, config: DrafterConfig, head: TargetHead, samples: Iterable[DraftBatch], *, objective: Objective,
@@ -106,7 +118,7 @@ def evaluate_samples(
         assert sample.token_ids.shape[0] == 1, "one sample per row"
         start, end = answer_span(sample.loss_mask[0].cpu())
         stopped = end > 0 and int(sample.token_ids[0, end - 1]) in stop_ids
-        batch = sample.to(device)
+        batch = (pad_row(sample) if attention == "flex" else sample).to(device)
         accepted_at: list[int] = []
         for first in range(start, end - 1, objective.chunk_blocks):
             anchors = torch.arange(first, first + objective.chunk_blocks, device=device)[None]
