@@ -1,13 +1,22 @@
 """Tiny random drafters, heads and packed batches for the drafter's tests: norm gains 0.5..2, matrices of std 0.15."""
 
 import torch
+from omegaconf import OmegaConf
 
+from dflash_train.cli import CONF_DIR
 from dflash_train.config import DrafterConfig
 from dflash_train.drafter.dflash import DFlashDrafter
 from dflash_train.records import DraftBatch, TargetHead
 
 VOCAB, HIDDEN, MASK_ID = 128, 64, 127
 FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def load_preset(name: str) -> DrafterConfig:
+    """conf/drafter/<name>.yaml over the dataclass's own defaults."""
+    raw = OmegaConf.load(CONF_DIR / "drafter" / f"{name}.yaml")
+    raw.pop("defaults", None)
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DrafterConfig), raw))
 
 
 def tiny_config(layer_types=(FULL, FULL), window=None, block_size=4, taps=2, **changes) -> DrafterConfig:

@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
-from dflash_train.cli import CONF_DIR
 from dflash_train.config import DrafterConfig
 from dflash_train.drafter.dflash import resolve_drafter
 from dflash_train.drafter.files import find_checkpoint, load_drafter, parameter_shapes, save_drafter, write_latest
@@ -17,13 +15,7 @@ from dflash_train.drafter.resolve import check_compatible
 from dflash_train.drafter.zlab import express_causality, from_zlab, to_zlab
 from dflash_train.util.errors import UserError
 from dflash_train.util.hf import transformers
-from tests.helpers_drafter import FULL, SLIDING, tiny_config, tiny_drafter
-
-
-def load_preset(name: str) -> DrafterConfig:
-    raw = OmegaConf.load(CONF_DIR / "drafter" / f"{name}.yaml")
-    raw.pop("defaults", None)
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DrafterConfig), raw))
+from tests.helpers_drafter import FULL, SLIDING, load_preset, tiny_config, tiny_drafter
 
 
 def rewrite(folder, change):

@@ -23,6 +23,9 @@ from dflash_train.records import HiddenShard, TargetHead
 from tests.helpers_drafter import FULL, HIDDEN, MASK_ID, SLIDING, VOCAB, packed_batch, tiny_config, tiny_head
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
 def example(dtype=torch.float64, num_anchors=12, block_size=5):
     batch = packed_batch([[(11, 3, 11), (9, 2, 6)], [(16, 4, 14)]], 22, dtype=dtype)
     blocks = draw_anchors(

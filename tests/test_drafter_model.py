@@ -2,24 +2,25 @@
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
-from dflash_train.cli import CONF_DIR
-from dflash_train.config import DrafterConfig
 from dflash_train.drafter import dflash
 from dflash_train.drafter.anchors import draw_anchors
 from dflash_train.drafter.dflash import DFlashDrafter, DraftCache, block_hidden, draft, extend, init_weights
 from dflash_train.drafter.files import parameter_shapes
 from dflash_train.drafter.naive import naive_block
 from dflash_train.util.errors import UserError
-from tests.helpers_drafter import FULL, MASK_ID, SLIDING, packed_batch, tiny_config, tiny_drafter, tiny_head
+from tests.helpers_drafter import (
+    FULL,
+    MASK_ID,
+    SLIDING,
+    load_preset,
+    packed_batch,
+    tiny_config,
+    tiny_drafter,
+    tiny_head,
+)
 
 LAYOUTS = [(FULL, FULL), (SLIDING, SLIDING), (SLIDING, FULL, SLIDING)]
-
-
-def load_preset(name: str) -> DrafterConfig:
-    merged = OmegaConf.load(CONF_DIR / "drafter" / f"{name}.yaml")
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DrafterConfig), merged))
 
 
 def test_the_27b_preset_has_58_tensors_and_1730213120_parameters():
