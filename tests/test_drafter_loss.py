@@ -22,7 +22,6 @@ from dflash_train.drafter.walk import WalkStats, answer_span, evaluate_samples, 
 from dflash_train.records import HiddenShard, TargetHead
 from tests.helpers_drafter import FULL, HIDDEN, MASK_ID, SLIDING, VOCAB, packed_batch, tiny_config, tiny_head
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
