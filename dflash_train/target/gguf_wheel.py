@@ -73,8 +73,8 @@ def find_gguf(options: Options) -> Path:
 def convert(gguf: Path, folder: Path, eos_token: str) -> None:
     """GGUF -> config.json, model.safetensors and tokenizer files, in a folder that appears only when complete.
 
-    `save_pretrained` refuses a model that came from GGUF, so the tensors are written directly; the note about
-    quantization and a tied head are dropped.
+    Releases differ on whether `save_pretrained` takes a model that came from GGUF, so the tensors are written
+    directly; the note about quantization and a tied head are dropped.
     """
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     temporary.mkdir(parents=True)

@@ -124,14 +124,33 @@ class HFTarget:
         pad = self.model.generation_config.pad_token_id
         ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-        sampling = {"do_sample": False}
-        if temperature > 0:
-            sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+        samplers = [TopSampler(temperature, top_p, top_k)] if temperature > 0 else []
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
             out = self.model.generate(input_ids=ids.to(self.device), attention_mask=mask.to(self.device),
-                                      max_new_tokens=max_new_tokens, **sampling)  # fmt: skip
+                                      max_new_tokens=max_new_tokens, do_sample=False,
+                                      logits_processor=transformers.LogitsProcessorList(samplers))  # fmt: skip
         return [cut_at_stop(row, self.spec.stop_ids) for row in out[:, width:].tolist()]
+
+
+class TopSampler(transformers.LogitsProcessor):
+    """Temperature, then top-k (0 = off), then top-p, then the draw itself; the loop's argmax finds the drawn token.
+
+    The library's own chain sorts and draws over the whole vocabulary: a third of a step for 32 rows of 49,152 on a CPU.
+    Here only the k best are sorted. The law is the same: a token stays while the mass before it is below top_p.
+    """
+
+    def __init__(self, temperature: float, top_p: float, top_k: int):
+        self.temperature, self.top_p, self.top_k = temperature, top_p, top_k
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """scores [B, V] -> [B, V], 0 at the drawn token and -inf elsewhere."""
+        num = min(self.top_k or scores.shape[-1], scores.shape[-1])
+        best, token_ids = (scores.float() / self.temperature).topk(num, dim=-1)
+        probs = best.softmax(-1)
+        probs = probs.masked_fill(probs.cumsum(-1) - probs >= self.top_p, 0.0)
+        drawn = token_ids.gather(-1, torch.multinomial(probs, 1))
+        return torch.full_like(scores, float("-inf")).scatter_(-1, drawn, 0.0)
 
 
 def cut_at_stop(token_ids: list[int], stops: tuple[int, ...]) -> tuple[list[int], str]:

@@ -50,3 +50,9 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU {platform.machine()}, {torch.get_num_threads()} of {os.cpu_count()} threads"
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices with its own instructions. Without them torch is several times slower
+    in bfloat16 than in float32 (66 x 576 x 1536 on one AVX2-only EPYC core: 6 against 39 GFLOP/s)."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
