@@ -318,11 +318,11 @@ def write_tiny_gguf(path):
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(vocab)
-    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *map(chr, range(33, 33 + vocab - 3))]
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "ab", "cd", *map(chr, range(33, 33 + vocab - 5))]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_types([3] * 3 + [1] * (vocab - 3))
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "c d"])
     writer.add_eos_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_chat_template("{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}")

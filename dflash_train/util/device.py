@@ -53,6 +53,6 @@ def device_name(device: torch.device) -> str:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices with its own instructions. Without them torch is several times slower
-    in bfloat16 than in float32 (66 x 576 x 1536 on one AVX2-only EPYC core: 6 against 39 GFLOP/s)."""
+    """Whether this CPU has instructions to multiply bfloat16 matrices. Without them torch is several times slower in
+    bfloat16 than in float32 (66 x 576 x 1536 on one AVX2-only EPYC core: 6 against 39 GFLOP/s)."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
