@@ -61,6 +61,8 @@ def main(run: TrainRun) -> int:
         say(f"training is complete: {given.resume[0]}. More of it: train.epochs, train.max_steps or train.max_minutes")
         return 0
     device = pick_device(run.hardware.device, run.hardware.num_threads)
+    if device.type == "cpu" and run.hardware.num_threads is None:  # ranks that share cores must not fight for them
+        torch.set_num_threads(max(1, torch.get_num_threads() // dist.world_size()))
     zero.start(device)
     code = 0
     try:
@@ -83,7 +85,8 @@ def check(run: TrainRun) -> Inputs:
         try:
             value = action()
         except UserError as error:
-            checks.append(plan.Check(name, False, f"{error.field}: {error.got}", error.fix or f"needs {error.want}"))
+            detail = f"{error.field}: {error.got}" + (f"; want {error.want}" if error.want else "")
+            checks.append(plan.Check(name, False, detail, error.fix or ""))
             return None
         checks.append(plan.Check(name, True, detail(value)))
         return value
@@ -100,9 +103,11 @@ def check(run: TrainRun) -> Inputs:
                   f"{len(s.train)} train, {len(s.heldout)} held-out")  # fmt: skip
     need("target", lambda: inputs.check_target_files(store), lambda _: manifest["target"]["name"])
     config = need("drafter", lambda: inputs.resolve(run, manifest), lambda c:
-                  f"{inputs.num_parameters(c):,} parameters, B={c.block_size}, layers {c.target_layer_ids}")  # fmt: skip
+                  f"{inputs.num_parameters(c):,} parameters, B={c.block_size}, taps {c.target_layer_ids}")  # fmt: skip
     ordered = shards and need("rows", lambda: inputs.plan_order(run, shards), lambda o:
-                              f"{o[0].total_rows:,} of {train.row_tokens} tokens; {o[2]} samples cut")  # fmt: skip
+                              f"{o[0].total_rows:,} of {train.row_tokens} tokens, {o[2]} samples cut")  # fmt: skip
+    if config and train.init_from:
+        need("init_from", lambda: inputs.load_initial(run, config), lambda _: train.init_from)
     if None in (accumulation, shards, config, ordered):
         plan.preflight(run, checks, [])
     checks += resource_checks(run, config, manifest, accumulation)
@@ -116,7 +121,7 @@ def check(run: TrainRun) -> Inputs:
 def resource_checks(run: TrainRun, config: DrafterConfig, manifest: dict, accumulation: int) -> list[plan.Check]:
     """Disk for checkpoints, memory of the host and of the GPU."""
     one = inputs.checkpoint_bytes(config, run.train.dtype)
-    checks = [plan.check_disk(run.train.output_dir, one * (run.train.keep_checkpoints + 2),
+    checks = [plan.check_disk(inputs.output_dir(run), one * (run.train.keep_checkpoints + 2),
                               "free some space, train.keep_checkpoints=1, or train.output_dir=...")]  # fmt: skip
     device, world = pick_device(run.hardware.device), dist.world_size()
     host = inputs.host_bytes(run, manifest, accumulation)
@@ -134,9 +139,12 @@ def todo(run: TrainRun, given: Inputs) -> list[str]:
     limit = f", at most {train.max_minutes:g} minutes" if train.max_minutes else ""
     lines = [f"train {given.config.name} for {given.manifest['target']['name']}: {given.total_steps:,} steps of "
              f"{train.global_batch} rows ({train.epochs:g} epochs of {given.shards.num_samples:,} samples){limit}, "
-             f"ZeRO-{run.zero.stage}, {train.dtype}; results in {train.output_dir}"]  # fmt: skip
+             f"ZeRO-{run.zero.stage}, {train.dtype}; results in {inputs.output_dir(run)}"]  # fmt: skip
     if given.resume:
-        lines.append(f"resume from {given.resume[0]}, step {given.resume[1]['step']}")
+        lines.append(f"resume from {given.resume[0]}, step {given.resume[1]['step']:,}")
+        changes = inputs.schedule_changes(run, given.resume[1])
+        if changes:
+            lines.append(f"changed since: {', '.join(changes)}; not what an unbroken run would give")
     elif train.init_from:
         lines.append(f"start from the weights of {train.init_from}")
     if not given.shards.heldout:
@@ -157,7 +165,7 @@ class Trainer:
 
     def __init__(self, run: TrainRun, given: Inputs, device: torch.device):
         self.run, self.given, self.device, self.config = run, given, device, given.config
-        self.output_dir = Path(run.train.output_dir)
+        self.output_dir = inputs.output_dir(run)
         cache_dir = Path(run.store.cache_dir or Path(run.work_dir, "cache"), run.store_name)
         self.cache = ShardCache(given.store, cache_dir, run.store.cache_bytes)
         self.head = read_target_head(given.store, cache_dir).to(device, inputs.DTYPES[run.train.dtype])

@@ -13,6 +13,7 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from dflash_train import cli
+from dflash_train import train as stage
 from dflash_train.config import TrainRun
 from dflash_train.engine import zero
 from dflash_train.records import HiddenShard, TargetHead
@@ -123,42 +124,36 @@ def one_rank():
         os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def run_alone(command: list[str], timeout_s: float = 240) -> subprocess.CompletedProcess:
-    """A command as a person types it: no launch variables."""
+def run_alone(command: list, timeout_s: float = 240, **variables) -> subprocess.CompletedProcess:
+    """A command as a person types it: no launch variables, but those given."""
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": path}
+    environment |= {name: str(value) for name, value in variables.items()}
     return subprocess.run(list(map(str, command)), env=environment, cwd=ROOT, capture_output=True, text=True,
                           timeout=timeout_s)  # fmt: skip
 
 
-def spawn(arguments: list[str], num_ranks: int = 1, timeout_s: float = 240) -> list[subprocess.CompletedProcess]:
-    """Run `python arguments...` as num_ranks gloo ranks (as a launcher would) and return what each printed."""
-    port = free_port()
-    processes = []
-    for rank in range(num_ranks):
-        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1",
-                     "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}  # fmt: skip
-        environment = os.environ | {name: str(value) for name, value in variables.items()}
-        processes.append(subprocess.Popen([sys.executable, *map(str, arguments)], env=environment, cwd=ROOT, text=True,
-                                          stdout=subprocess.PIPE, stderr=subprocess.PIPE))  # fmt: skip
-    results = []
-    try:
-        for process in processes:
-            out, err = process.communicate(timeout=timeout_s)
-            results.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
-    finally:
-        for process in processes:
-            process.kill()
-    return results
-
-
-def train(folder: Path, num_ranks: int = 1, **values: object) -> list[subprocess.CompletedProcess]:
-    """launch/train.py on the store of `folder`."""
-    return spawn(["launch/train.py", *overrides(folder, **values)], num_ranks)
+def run_here(folder: Path, **values: object) -> stage.Trainer:
+    """A whole training in this process."""
+    run = build_run(folder, **values)
+    trainer = stage.Trainer(run, stage.check(run), torch.device("cpu"))
+    trainer.train()
+    return trainer
 
 
 def metrics(folder: Path, key: str = "loss") -> list[dict]:
     """Rows of metrics.jsonl that have `key`."""
     rows = [json.loads(line) for line in Path(folder, "out", "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if key in row]
+
+
+def comparable(folder: Path) -> list[dict]:
+    """metrics.jsonl without its timings."""
+    timings = ("elapsed_s", "steps_per_s", "tokens_per_s", "samples_per_s", "blocks_per_s")
+    rows = [json.loads(line) for line in Path(folder, "out", "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key not in timings} for row in rows]
+
+
+def flat(rows: list[dict]) -> list[float]:
+    return [x for row in rows for value in row.values() for x in (value if isinstance(value, list) else [value])]

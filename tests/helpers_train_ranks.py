@@ -1,17 +1,17 @@
-"""What several gloo ranks run in one go: `python tests/helpers_train_ranks.py <scenario> <folder>`; rank 0 writes
-<folder>/<scenario>.json. Starting torch and DeepSpeed costs seconds, so one start serves many scenarios."""
+"""What several gloo ranks run in one go: `deepspeed --num_gpus 2 tests/helpers_train_ranks.py <folder>`; rank 0 writes
+<folder>/results.json. Starting torch and DeepSpeed costs seconds, so one start serves all. The toy serves alone too."""
 
 import json
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 import helpers_train
 
-from dflash_train import train as stage
 from dflash_train.config import TrainConfig, ZeroConfig
 from dflash_train.engine import zero
 from dflash_train.store.loader import ShardCache
@@ -76,28 +76,55 @@ def run_toy(stage_number: int, accumulation: int, **changes) -> dict:
             "weights": {name: t.float().tolist() for name, t in state.items()} if state else None}  # fmt: skip
 
 
+def run_plain() -> dict:
+    """The same training in plain torch: all rows at once, mean over the window's weights, one AdamW."""
+    model, settings = Toy(), toy_settings()
+    groups = [{"params": [model.first, model.second], "weight_decay": settings.weight_decay},
+              {"params": [model.gain], "weight_decay": 0.0}]  # fmt: skip
+    optimizer = torch.optim.AdamW(groups, betas=(settings.beta1, settings.beta2))
+    inputs, targets, weights = toy_data()
+    losses, norms = [], []
+    for step in range(STEPS):
+        loss = numerator(model(inputs[step]), targets[step], weights[step]) / weights[step].sum()
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)))
+        for group in optimizer.param_groups:
+            group["lr"] = LR / (step + 1)
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "norms": norms, "weights": dict(model.state_dict())}
+
+
+def assert_equal(got: dict, plain: dict) -> None:
+    assert got["losses"] == pytest.approx(plain["losses"], rel=1e-6)
+    assert got["norms"] == pytest.approx(plain["norms"], rel=1e-5)
+    assert min(plain["norms"]) > 2 * toy_settings().clip  # clipping is at work
+    assert set(got["weights"]) == set(plain["weights"])
+    for name, weight in plain["weights"].items():
+        torch.testing.assert_close(torch.tensor(got["weights"][name]), weight, rtol=1e-6, atol=1e-6)
+
+
 def run_training(folder: Path, **values) -> str | None:
-    """A whole training on this rank's process; None, or the message of the error it ended with."""
-    run = helpers_train.build_run(folder, **values)
+    """A whole training on this rank; None, or the message of the error it ended with."""
     try:
-        stage.Trainer(run, stage.check(run), CPU).train()
+        helpers_train.run_here(folder, **values)
     except UserError as error:
         return str(error)
     return None
 
 
-def scenario_toy(folder: Path) -> dict:
+def toys() -> dict:
     return {f"{stage}-{accumulation}": run_toy(stage, accumulation) for stage in (1, 2, 3) for accumulation in (1, 4)}
 
 
-def scenario_train(folder: Path) -> dict:
-    """The same global batches on all ranks, per stage; then one rank that cannot read a shard."""
+def trainings(folder: Path) -> dict:
+    """The same global batches on all ranks, at stages 1 and 3; then one rank that cannot read a shard."""
     out = {}
     for number in (1, 3):
-        output = str(folder / f"out{number}")
-        error = run_training(folder, **{"zero": f"zero{number}", "train.output_dir": output, "train.micro_batch": 1,
-                                        "train.eval_samples": 3})  # fmt: skip
-        out[f"stage{number}"] = error
+        out[f"stage{number}"] = run_training(folder, **{
+            "zero": f"zero{number}", "train.output_dir": folder / f"stage{number}" / "out", "train.micro_batch": 1,
+            "train.eval_samples": 3})  # fmt: skip
     get = ShardCache.get
 
     def unreadable(cache, marker):
@@ -106,16 +133,16 @@ def scenario_train(folder: Path) -> dict:
         return get(cache, marker)
 
     ShardCache.get = unreadable
-    error = run_training(folder, **{"train.output_dir": str(folder / "bad"), "train.micro_batch": 1})
+    error = run_training(folder, **{"train.output_dir": folder / "bad", "train.micro_batch": 1})
     Path(folder, f"error-{dist.rank()}.txt").write_text(error or "no error")
     return out
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    name, folder = sys.argv[1], Path(sys.argv[2])
+    folder = Path(sys.argv[-1])  # the launcher puts its --local_rank before it
     zero.start(CPU)
-    result = {"toy": scenario_toy, "train": scenario_train}[name](folder)
+    result = {"toys": toys(), "trainings": trainings(folder)}
     if dist.is_main():
-        (folder / f"{name}.json").write_text(json.dumps(result))
+        (folder / "results.json").write_text(json.dumps(result))
     dist.shutdown()

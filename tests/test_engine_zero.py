@@ -1,13 +1,12 @@
 """DeepSpeed equals a plain loop: every stage, accumulation and number of ranks; fp32 masters; plain files."""
 
-import json
 import os
 import pickle
 
 import pytest
 import torch
-from helpers_train import one_rank, spawn
-from helpers_train_ranks import CPU, LR, STEPS, Toy, numerator, run_toy, toy_data, toy_settings
+from helpers_train import one_rank
+from helpers_train_ranks import CPU, Toy, assert_equal, numerator, run_plain, run_toy, toy_data, toy_settings
 
 from dflash_train.config import ZeroConfig
 from dflash_train.engine import zero
@@ -22,32 +21,7 @@ def _process_group():
 
 @pytest.fixture(scope="module")
 def plain() -> dict:
-    """The same training in plain torch: all rows at once, mean over the window's weights, one AdamW."""
-    model, settings = Toy(), toy_settings()
-    groups = [{"params": [model.first, model.second], "weight_decay": settings.weight_decay},
-              {"params": [model.gain], "weight_decay": 0.0}]  # fmt: skip
-    optimizer = torch.optim.AdamW(groups, betas=(settings.beta1, settings.beta2))
-    inputs, targets, weights = toy_data()
-    losses, norms = [], []
-    for step in range(STEPS):
-        loss = numerator(model(inputs[step]), targets[step], weights[step]) / weights[step].sum()
-        optimizer.zero_grad()
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)))
-        for group in optimizer.param_groups:
-            group["lr"] = LR / (step + 1)
-        optimizer.step()
-        losses.append(loss.item())
-    return {"losses": losses, "norms": norms, "weights": dict(model.state_dict())}
-
-
-def assert_equal(got: dict, plain: dict) -> None:
-    assert got["losses"] == pytest.approx(plain["losses"], rel=1e-6)
-    assert got["norms"] == pytest.approx(plain["norms"], rel=1e-5)
-    assert min(plain["norms"]) > 2 * toy_settings().clip  # clipping is at work
-    assert set(got["weights"]) == set(plain["weights"])
-    for name, weight in plain["weights"].items():
-        torch.testing.assert_close(torch.tensor(got["weights"][name]), weight, rtol=1e-6, atol=1e-6)
+    return run_plain()
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -55,16 +29,6 @@ def assert_equal(got: dict, plain: dict) -> None:
 def test_training_in_deepspeed_equals_a_plain_loop(plain, stage, accumulation):
     """Traps 37, 41: sum then divide, whatever the accumulation; losses equal across stages."""
     assert_equal(run_toy(stage, accumulation), plain)
-
-
-def test_two_ranks_equal_a_plain_loop_at_every_stage_and_accumulation(plain, tmp_path):
-    """Traps 37, 39: one rank's second micro-batch has no weight at all."""
-    results = spawn(["tests/helpers_train_ranks.py", "toy", tmp_path], num_ranks=2)
-    assert [result.returncode for result in results] == [0, 0], results[0].stderr + results[1].stderr
-    scenarios = json.loads((tmp_path / "toy.json").read_text())
-    assert len(scenarios) == 6
-    for got in scenarios.values():
-        assert_equal(got, plain)
 
 
 def test_stage_3_parameters_are_empty_outside_forward_and_gathered_for_files():

@@ -30,6 +30,7 @@ _FIXED_FIELDS = (
     "seed", "loss", "gamma", "dpace_alpha", "global_batch", "row_tokens", "long_samples", "num_anchors", "dtype",
     "weight_decay", "beta1", "beta2",
 )  # fmt: skip
+_FREE_FIELDS = ("lr", "min_lr_ratio", "warmup_ratio", "epochs", "max_steps", "max_minutes", "clip", "micro_batch")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,11 @@ class Shards:
     @property
     def num_samples(self) -> int:
         return sum(map(len, self.lengths))
+
+
+def output_dir(run: TrainRun) -> Path:
+    """train.output_dir; a run with a limit keeps its own."""
+    return Path(f"{run.train.output_dir}{run.limit_suffix}")
 
 
 def find_shards(store: ObjectStore, manifest: dict, limit: int | None) -> Shards:
@@ -104,18 +110,30 @@ def resume_point(run: TrainRun, facts: dict, world_size: int) -> tuple[Path, dic
     """The checkpoint to continue and its state, or None to start anew. Raises UserError for one that does not fit."""
     if run.train.resume == "never":
         return None
-    found = find_resumable(run.train.output_dir)
+    found = find_resumable(output_dir(run))
     if found is not None:
         check_resumable(found[1], {"world_size": world_size, "zero_stage": run.zero.stage, "facts": facts}, found[0])
     return found
+
+
+def schedule_changes(run: TrainRun, state: dict) -> list[str]:
+    """What may change on resume and did: from there on the run is another one than without the stop."""
+    before = state["provenance"]["config"]["train"]
+    return [f"train.{name} {before[name]} -> {getattr(run.train, name)}" for name in _FREE_FIELDS
+            if before[name] != getattr(run.train, name)]  # fmt: skip
 
 
 def initial_drafter(run: TrainRun, config: DrafterConfig) -> DFlashDrafter:
     """Fresh seeded weights, or those of train.init_from, in float32. Raises UserError naming what does not fit."""
     if run.train.init_from is None:
         return init_weights(DFlashDrafter(config), run.train.seed)
+    return load_initial(run, config, torch.float32)
+
+
+def load_initial(run: TrainRun, config: DrafterConfig, dtype: torch.dtype | None = None) -> DFlashDrafter:
+    """train.init_from as it is on disk (mapped, not read) or in `dtype`; it must compute what `config` says."""
     path = find_checkpoint(run.train.init_from, run.train.init_from)
-    model, own = load_drafter(path, config, dtype=torch.float32)
+    model, own = load_drafter(path, config, dtype=dtype)
     differing = {name: (getattr(own, name), getattr(config, name)) for name in _SHAPE_FIELDS}
     modes = lambda c: [(kind, mask_kind(c, kind).window, mask_kind(c, kind).causal) for kind in layer_types(c)]
     differing["layer_types (type, window, causal)"] = (modes(own), modes(config))

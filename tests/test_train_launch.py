@@ -1,0 +1,78 @@
+"""Training as people and launchers start it: one process, DeepSpeed's launcher, two gloo ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers_train import comparable, flat, free_port, make_store, one_rank, overrides, run_alone, run_here
+from helpers_train_ranks import assert_equal, run_plain
+
+from dflash_train.drafter.files import load_drafter
+
+TRAIN, HELDOUT = [[20, 30, 12], [40, 16, 25, 9], [48, 7]], [[22, 30, 18, 11]]
+
+
+def launcher(num_ranks: int) -> list:
+    return ["deepspeed", "--num_gpus", num_ranks, "--master_port", free_port()]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> Path:
+    """Everything that needs two ranks, from one start of the launcher."""
+    folder = tmp_path_factory.mktemp("ranks")
+    make_store(folder / "store", TRAIN, HELDOUT)
+    result = run_alone([*launcher(2), "tests/helpers_train_ranks.py", folder])
+    assert result.returncode == 0, result.stdout + result.stderr
+    return folder
+
+
+def test_two_ranks_equal_a_plain_loop_at_every_stage_and_accumulation(two_ranks):
+    """Traps 37, 39: one rank's second micro-batch has no weight at all."""
+    scenarios = json.loads((two_ranks / "results.json").read_text())["toys"]
+    assert len(scenarios) == 6
+    for got in scenarios.values():
+        assert_equal(got, run_plain())
+
+
+def test_two_ranks_train_like_one(two_ranks):
+    """Traps 39, 41: 9 samples on 2 ranks at stages 1 and 3 give the losses, acceptance and keys of one rank."""
+    assert json.loads((two_ranks / "results.json").read_text())["trainings"] == {"stage1": None, "stage3": None}
+    torch.set_num_threads(1)
+    with one_rank():
+        run_here(two_ranks, **{"train.eval_samples": 3})
+    keys = lambda folder: set(load_drafter(folder / "out" / "last")[0].state_dict())
+    for name in ("stage1", "stage3"):
+        assert flat(comparable(two_ranks / name)) == pytest.approx(flat(comparable(two_ranks)), rel=2e-5)
+        assert keys(two_ranks / name) == keys(two_ranks)
+
+
+def test_a_shard_that_one_rank_cannot_read_ends_both_with_its_name(two_ranks):
+    """Trap 39."""
+    for rank in (0, 1):
+        assert "unreadable on this machine" in (two_ranks / f"error-{rank}.txt").read_text()
+    assert "rank 1 failed: shards/train-00001" in (two_ranks / "error-0.txt").read_text()
+
+
+@pytest.mark.slow
+def test_the_launcher_starts_two_ranks_with_overrides(tmp_path):
+    """Trap 36."""
+    make_store(tmp_path / "store", TRAIN, HELDOUT)
+    words = overrides(tmp_path, **{"train.micro_batch": 1, "train.max_steps": 2})
+    result = run_alone([*launcher(2), "launch/train.py", *words])
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "4 rows = 2 rank(s)" in result.stdout and (tmp_path / "out" / "last" / "config.json").exists()
+
+
+def test_without_a_store_the_launchers_defaults_compose_and_end_in_the_table(tmp_path):
+    """Trap 36: `deepspeed launch/train.py`, nothing else; only the store's place is set, by its variable."""
+    result = run_alone(["deepspeed", "--master_port", free_port(), "launch/train.py"], DFLASH_STORE=tmp_path)
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "train: what it needs" in result.stdout and "dflash_train.extract" in result.stdout
+
+
+def test_the_stage_runs_without_a_launcher_and_ends_cleanly(tmp_path):
+    make_store(tmp_path / "store", TRAIN, HELDOUT)
+    result = run_alone(["python", "-m", "dflash_train.train", *overrides(tmp_path, **{"train.max_steps": 1})])
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "next: python -m dflash_train.eval" in result.stdout and result.stderr.strip() == ""
