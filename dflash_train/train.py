@@ -34,7 +34,7 @@ from dflash_train.store.order import RowOrder, rank_share
 from dflash_train.store.shard import read_manifest
 from dflash_train.store.target_files import read_target_head
 from dflash_train.util import dist
-from dflash_train.util.device import pick_device
+from dflash_train.util.device import cpu_has_bfloat16, cuda_problem, pick_device
 from dflash_train.util.errors import UserError
 from dflash_train.util.io import human_bytes
 from dflash_train.util.log import duration, say, table
@@ -147,6 +147,9 @@ def todo(run: TrainRun, given: Inputs) -> list[str]:
             lines.append(f"changed since: {', '.join(changes)}; not what an unbroken run would give")
     elif train.init_from:
         lines.append(f"start from the weights of {train.init_from}")
+    on_cpu = run.hardware.device == "cpu" or cuda_problem() is not None
+    if train.dtype == "bfloat16" and on_cpu and not cpu_has_bfloat16():
+        lines.append("note: this CPU has no bfloat16 instructions; train.dtype=float32 is many times faster here")
     if not given.shards.heldout:
         lines.append("the store has no held-out samples: no acceptance while training, and best/ is last/")
     return lines
