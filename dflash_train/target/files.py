@@ -3,8 +3,12 @@
 import hashlib
 import json
 import os
+import socket
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from safetensors import safe_open
 
@@ -75,11 +79,29 @@ def read_config(config: TargetConfig):
         raise UserError("target.path", got=path, want="a folder with config.json and *.safetensors")
     try:
         return transformers.AutoConfig.from_pretrained(
-            path, revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
+            path, revision=config.revision, trust_remote_code=config.trust_remote_code,
+            local_files_only=hub_unreachable(),
+        )  # fmt: skip
     except (OSError, ValueError) as error:
         raise UserError("target.path", got=f"{config.path}: {str(error).splitlines()[0]}",
                         want="a causal language model", fix=hub_advice(str(error))) from None  # fmt: skip
+
+
+@cache
+def hub_unreachable() -> bool:
+    """Whether the hub is off or away, found out in seconds; its own client would retry for most of a minute, aloud."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return True
+    if getproxies():
+        return False  # only the client knows the way
+    address = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((address.hostname, address.port or 443), timeout=5).close()
+    except OSError:
+        return True
+    return False
 
 
 def hub_advice(message: str) -> str:
@@ -120,7 +142,8 @@ def fetch_folder(config: TargetConfig) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=FILE_PATTERNS))
+        return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=FILE_PATTERNS,
+                                      local_files_only=hub_unreachable()))  # fmt: skip
     except (OSError, ValueError) as error:
         raise UserError("target.path", got=f"{config.path}: {str(error).splitlines()[0]}",
                         want="a model one can download", fix=hub_advice(str(error))) from None  # fmt: skip
