@@ -46,7 +46,7 @@ def settings(gpu: bool, work: Path, checkpoints: Path) -> dict[str, list[str]]:
     if gpu:
         common += ["data.answers.batch_size=768", "data.answers.max_new_tokens=256"]
     else:
-        common += ["limit=480", "data.max_prompt_chars=500"]
+        common += ["limit=480", "data.max_prompt_chars=500", "data.heldout_fraction=0.01"]
         common += ["data.answers.batch_size=64", "data.answers.max_new_tokens=64"]
     drafter, train = ("drafter=small_b8", "train=gpu_small") if gpu else ("drafter=small", "train=demo")
     output = checkpoints / "demo"

@@ -152,8 +152,9 @@ def load(config: TargetConfig, hardware: HardwareConfig) -> "hf.HFTarget":
     return hf.load(local_config(config), hardware)
 
 
-def make_tiny_target(arch: str = "qwen3", dtype: torch.dtype = torch.float32, **options) -> "hf.HFTarget":
-    """A tiny target on the CPU for tests; options as in `Options`."""
+def make_tiny_target(arch: str = "qwen3", dtype: torch.dtype = torch.float32, device: str = "cpu",
+                     **options) -> "hf.HFTarget":  # fmt: skip
+    """A tiny target for tests; options as in `Options`."""
     config = TargetConfig(name="tiny", kind="tiny", dtype=str(dtype).removeprefix("torch."),
                           mask_token_id=MASK_TOKEN_ID, options={"arch": arch, **options})  # fmt: skip
-    return load(config, HardwareConfig(device="cpu"))
+    return load(config, HardwareConfig(device=device))
