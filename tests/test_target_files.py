@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -212,3 +213,15 @@ def test_a_wrong_mask_token_is_refused_before_the_weights_are_loaded(folder, mon
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("loaded"))
     with pytest.raises(UserError, match="mask_token_id"):
         hf.load(hf_config(folder, mask_token_id=2), CPU)
+
+
+def test_transformers_is_imported_in_one_place_that_hides_fla_without_a_gpu():
+    """Elsewhere `import transformers` could come first, and bind kernels that crash without a GPU."""
+    import sys
+
+    package = Path(files.__file__).parents[1]
+    statement = re.compile(r"^\s*(from|import) transformers\b", re.M)
+    importing = [p for p in package.rglob("*.py") if statement.search(p.read_text())]
+    assert [p.relative_to(package).as_posix() for p in importing] == ["util/hf.py"]
+    if not torch.cuda.is_available():
+        assert sys.modules["fla"] is None
