@@ -48,7 +48,7 @@ def test_prefill_gives_the_last_logits_and_the_rows_of_capture(arch):
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_node_of_a_tree_equals_a_plain_forward_of_its_path(arch):
-    """Trap 27: context 7, parents [-,0,0,1,1,2], depths [0,1,1,2,2,2]: logits and features of each node."""
+    """Traps 26 and 27: context 7, parents [-,0,0,1,1,2], depths [0,1,1,2,2,2]: logits and features of each node."""
     target, context = tiny(arch), random_ids(7, 2)
     drafted = tree(random_ids(6, 3), [-1, 0, 0, 1, 1, 2])
     assert drafted.depths.tolist() == [0, 1, 1, 2, 2, 2]
@@ -75,7 +75,7 @@ def test_positions_by_index_or_a_chain_mask_would_be_far_off():
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_a_hundred_random_trees_each_agree_path_by_path(arch):
-    """Trap 27: 200 random trees in all, at random context lengths, nodes checked against plain forwards."""
+    """Traps 26 and 27: 200 random trees in all, at random context lengths, nodes checked against plain forwards."""
     target = tiny(arch)
     for seed in range(100):
         context = random_ids(1 + seed % 13, seed)
