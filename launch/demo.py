@@ -39,27 +39,27 @@ def choose_dtype(gpu: bool) -> str:
 
 def settings(gpu: bool, work: Path, checkpoints: Path) -> dict[str, list[str]]:
     """Overrides by stage. The CPU preset is what two cores do in ten minutes; a GPU gets more of everything."""
-    dtype = choose_dtype(gpu)
-    common = ["data=demo", "target=smollm2_135m", f"target.dtype={dtype}", f"work_dir={work}"]
+    common = ["data=demo", "target=smollm2_135m", f"target.dtype={choose_dtype(gpu)}", f"work_dir={work}"]
     # Greedy answers: what the drafter meets when it is measured at temperature 0.
     common += ["data.answers.greedy_share=1"]
     if gpu:
         common += ["data.answers.batch_size=768", "data.answers.max_new_tokens=256"]
+        drafter, train, trained = "drafter=small_b8", "train=gpu_small", checkpoints / "demo"
+        measure = ["eval.num_prompts=16", "eval.max_new_tokens=128", "eval.budget=64"]
     else:
-        common += ["limit=480", "data.max_prompt_chars=500", "data.heldout_fraction=0.01"]
+        common += ["limit=400", "data.max_prompt_chars=240", "data.heldout_fraction=0.01"]
         common += ["data.answers.batch_size=64", "data.answers.max_new_tokens=64"]
-    drafter, train = ("drafter=small_b8", "train=gpu_small") if gpu else ("drafter=small", "train=demo")
-    output = checkpoints / "demo"
-    tasks = ["eval.tasks=[heldout,humaneval,gsm8k,mtbench]", f"eval.num_prompts={32 if gpu else 8}"]
-    tasks += [f"eval.max_new_tokens={128 if gpu else 32}", "eval.dtype=float32"]
+        drafter, train, trained = "drafter=small", "train=demo", checkpoints / "demo-limit400"
+        measure = ["eval.num_prompts=12", "eval.max_new_tokens=24", "eval.budget=16"]
+    measure += ["eval.dtype=float32", f"eval.checkpoint={trained}/best", drafter]
     return {
         "mix": common,
         "regenerate": common,
         "extract": [*common, "store=s3", f"extract={'default' if gpu else 'small'}"],
-        "train": [*common, "store=s3", train, drafter, f"train.output_dir={output}"],
-        "eval": [*common, drafter, f"eval.checkpoint={output}/best", *tasks, f"eval.budget={64 if gpu else 16}",
+        "train": [*common, "store=s3", train, drafter, f"train.output_dir={checkpoints / 'demo'}"],
+        "eval": [*common, *measure, "eval.tasks=[heldout]",
                  "eval.also=[dflash,dflash:untrained,dflash:shuffle_features]"],
-        "export": [*common, drafter, f"export.checkpoint={output}/best", f"export.output_dir={work}/export"],
+        "export": [*common, drafter, f"export.checkpoint={trained}/best", f"export.output_dir={work}/export"],
     }  # fmt: skip
 
 
