@@ -331,7 +331,7 @@ def test_wrong_layers_and_mask_tokens_are_refused_before_anything_is_answered(tm
 
 
 def test_several_ranks_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(extract, "world_size", lambda: 2)
     with pytest.raises(UserError, match="WORLD_SIZE"):
         extract.main(make_run(tmp_path))
 
