@@ -52,7 +52,12 @@ class _OpenAIStub(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return types.ModuleType(spec.name)
 
     def exec_module(self, module):
-        module.__getattr__ = lambda name: type(name, (), {})
+        def attribute(name: str) -> type:
+            if name.startswith("__"):  # else whoever walks sys.modules finds a class where it expects a path
+                raise AttributeError(name)
+            return type(name, (), {})
+
+        module.__getattr__ = attribute
 
 
 @pytest.fixture(scope="module")

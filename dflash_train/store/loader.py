@@ -53,7 +53,8 @@ class ShardCache:
         return shard
 
     def _evict(self, keep: Path) -> None:
-        """Drop old files. One that another process has mapped stays readable to it; one it asks for comes again."""
+        """Drop old files. One that another process has mapped stays readable to it; one that it is just fetching or
+        opening is locked and stays."""
         files = []
         for path in self.folder.glob("*.safetensors"):
             try:
@@ -65,16 +66,21 @@ class ShardCache:
         for _, size, path in sorted(files):
             if total <= self.max_bytes:
                 return
-            if path != keep:
-                path.unlink(missing_ok=True)
-                total -= size
+            if path == keep:
+                continue
+            try:
+                with self._file_lock(path.name.rpartition("-")[0], wait=False):
+                    path.unlink(missing_ok=True)
+            except BlockingIOError:
+                continue
+            total -= size
 
     @contextmanager
-    def _file_lock(self, name: str) -> Iterator[None]:
-        """Ranks of one host download a shard once."""
+    def _file_lock(self, shard_id: str, wait: bool = True) -> Iterator[None]:
+        """Ranks of one host download a shard once. Raises BlockingIOError when it is taken and wait is False."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / f".{name}.lock", "w") as f:
-            fcntl.flock(f, fcntl.LOCK_EX)
+        with open(self.folder / f".{shard_id}.lock", "w") as f:
+            fcntl.flock(f, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             yield
 
 
