@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-PEERS := dflash==0.1.0 specforge==0.2.0 speculators==0.9.0 hs-connectors loguru
+PEERS := dflash==0.1.0 specforge==0.2.0 speculators==0.9.0 hs-connectors==0.9.0 loguru==0.7.3
 
 .PHONY: help setup demo test test-slow check peers clean
 

@@ -47,7 +47,7 @@ def settings(gpu: bool, work: Path, checkpoints: Path) -> dict[str, list[str]]:
         drafter, train, trained = "drafter=small_b8", "train=gpu_small", checkpoints / "demo"
         measure = ["eval.num_prompts=16", "eval.max_new_tokens=128", "eval.budget=64"]
     else:
-        common += ["limit=440", "data.max_prompt_chars=240", "data.heldout_fraction=0.01"]
+        common += ["limit=440", "data.max_prompt_chars=240", "data.allow_short=true", "data.heldout_fraction=0.01"]
         common += ["data.answers.batch_size=64", "data.answers.max_new_tokens=64"]
         drafter, train, trained = "drafter=small", "train=demo", checkpoints / "demo-limit440"
         measure = ["eval.num_prompts=12", "eval.max_new_tokens=24", "eval.budget=16"]
