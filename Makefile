@@ -22,9 +22,9 @@ $(STAMP): pyproject.toml cpu-constraints.txt launch/pick_torch.sh
 	@$(PYTHON) -c 'import sys; v=sys.version_info[:2]; sys.exit(0 if (3,11)<=v<(3,13) else f"Python 3.11 or 3.12 is needed, this is {sys.version.split()[0]}; try: make PYTHON=python3.12 $(MAKECMDGOALS)")'
 	@echo "setting up $(VENV): about 2 GB on disk without a GPU (two to three minutes), 6 GB with one"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --upgrade pip
-	@$(BIN)/python -m pip install --quiet $$(bash launch/pick_torch.sh)
-	@$(BIN)/python -m pip install --quiet $$(bash launch/pick_torch.sh --constraint) -e '.[dev]'
+	@$(BIN)/python -m pip install -qq --upgrade pip
+	@$(BIN)/python -m pip install -qq $$(bash launch/pick_torch.sh)
+	@$(BIN)/python -m pip install -qq $$(bash launch/pick_torch.sh --constraint) -e '.[dev]'
 	@touch $@
 
 demo: $(STAMP)
@@ -42,7 +42,7 @@ check: $(STAMP)
 
 # Their pins clash with ours, so they live in a folder of their own that only tests/test_peers.py puts on its path.
 peers: $(STAMP)
-	@test -d .peers || $(BIN)/python -m pip install --quiet --no-deps --target .peers $(PEERS)
+	@test -d .peers || $(BIN)/python -m pip install -qq --no-deps --target .peers $(PEERS)
 
 clean:
 	rm -rf $(VENV) .peers runs
