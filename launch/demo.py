@@ -45,12 +45,12 @@ def settings(gpu: bool, work: Path, checkpoints: Path) -> dict[str, list[str]]:
     if gpu:
         common += ["data.answers.batch_size=768", "data.answers.max_new_tokens=256"]
         drafter, train, trained = "drafter=small_b8", "train=gpu_small", checkpoints / "demo"
-        measure = ["eval.num_prompts=16", "eval.max_new_tokens=128", "eval.budget=64"]
+        measure, tree = ["eval.num_prompts=16", "eval.max_new_tokens=128"], "ddtree:64"
     else:
-        common += ["limit=440", "data.max_prompt_chars=240", "data.allow_short=true", "data.heldout_fraction=0.01"]
+        common += ["limit=340", "data.max_prompt_chars=240", "data.allow_short=true", "data.heldout_fraction=0.01"]
         common += ["data.answers.batch_size=64", "data.answers.max_new_tokens=64"]
-        drafter, train, trained = "drafter=small", "train=demo", checkpoints / "demo-limit440"
-        measure = ["eval.num_prompts=12", "eval.max_new_tokens=24", "eval.budget=16"]
+        drafter, train, trained = "drafter=small", "train=demo", checkpoints / "demo-limit340"
+        measure, tree = ["eval.num_prompts=10", "eval.max_new_tokens=20"], "ddtree:16"
     measure += ["eval.dtype=float32", f"eval.checkpoint={trained}/best", drafter]
     return {
         "mix": common,
@@ -58,7 +58,7 @@ def settings(gpu: bool, work: Path, checkpoints: Path) -> dict[str, list[str]]:
         "extract": [*common, "store=s3", f"extract={'default' if gpu else 'small'}"],
         "train": [*common, "store=s3", train, drafter, f"train.output_dir={checkpoints / 'demo'}"],
         "eval": [*common, *measure, "eval.tasks=[heldout]",
-                 "eval.also=[dflash,dflash:untrained,dflash:shuffle_features]"],
+                 f"eval.also=[{tree},dflash:untrained,dflash:shuffle_features]"],
         "export": [*common, drafter, f"export.checkpoint={trained}/best", f"export.output_dir={work}/export"],
     }  # fmt: skip
 
@@ -104,20 +104,20 @@ def main() -> None:
         for stage in ("mix", "regenerate", "extract"):
             run(stage, ["python", "-m", f"dflash_train.{stage}", *overrides[stage], *hardware], environment)
         run("train", ["deepspeed", "launch/train.py", *overrides["train"], *hardware], environment)
-        for stage, method in (("eval", ["--method", "ddtree"]), ("export", [])):
+        for stage, method in (("eval", ["--method", "dflash"]), ("export", [])):
             run(stage, ["python", "-m", f"dflash_train.{stage}", *method, *overrides[stage], *hardware], environment)
-    conclude(work, arguments.checkpoints, time.monotonic() - start)
+    conclude(work, time.monotonic() - start)
 
 
-def conclude(work: Path, checkpoints: Path, elapsed_s: float) -> None:
+def conclude(work: Path, elapsed_s: float) -> None:
     """Where everything is."""
     reports = sorted((work / "eval").rglob("*.json"), key=lambda path: path.stat().st_mtime)
     say(f"\nthe demo took {duration(elapsed_s)}")
     say(f"report      {reports[-1].with_suffix('.md')} (and .json, .png)")
     say(f"shards      {work}/s3 (objects of the bucket; {work}/cache holds those that training read)")
-    say(f"checkpoint  {checkpoints}/demo/best (z-lab format), {work}/export (for serving)")
-    methods = json.loads(reports[-1].read_text("utf-8"))
-    say(f"commit      {methods['provenance']['code_version']}")
+    record = json.loads(reports[-1].read_text("utf-8"))["provenance"]
+    say(f"checkpoint  {record['drafter']['path']} (z-lab format), {work}/export (for serving)")
+    say(f"commit      {record['code_version']}")
 
 
 if __name__ == "__main__":
