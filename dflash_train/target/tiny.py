@@ -3,8 +3,6 @@
 Weights have std 0.15 and norm gains are drawn from 0.5..2, since fresh norms and std-0.02 weights hide mistakes.
 """
 
-import os
-import shutil
 import string
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +15,7 @@ from dflash_train.target.base import WeightsStatus
 from dflash_train.target.files import TargetFiles
 from dflash_train.util.errors import UserError
 from dflash_train.util.hf import transformers
-from dflash_train.util.io import cache_dir
+from dflash_train.util.io import atomic_folder, cache_dir
 from dflash_train.util.provenance import digest
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
@@ -112,19 +110,10 @@ def tiny_model(options: Options):
 
 def save_tiny(folder: str | Path, options: Options | None = None) -> Path:
     """Write model and tokenizer as an ordinary Hugging Face folder (`target=hf target.path=<folder>` loads it too)."""
-    folder = Path(folder)
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    temporary.mkdir(parents=True)
-    try:
+    with atomic_folder(folder) as temporary:
         tiny_model(options or Options()).save_pretrained(temporary)
         tiny_tokenizer().save_pretrained(temporary)
-        temporary.rename(folder)
-    except OSError:  # another process finished first
-        if not (folder / "config.json").is_file():
-            raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return folder
+    return Path(folder)
 
 
 def tiny_folder(options: Options) -> Path:

@@ -26,6 +26,26 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+@contextmanager
+def atomic_folder(folder: str | Path) -> Iterator[Path]:
+    """Yield a temporary folder beside `folder`; on success it takes that name, else it is removed.
+
+    When another process finished first, its folder stays and ours goes.
+    """
+    folder = Path(folder)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def write_bytes(path: str | Path, data: bytes) -> None:
     """Write `data` atomically."""
     with atomic_path(path) as temporary:

