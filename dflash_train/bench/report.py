@@ -200,6 +200,7 @@ def draw_figure(report: dict, path: str | Path) -> None:
         shares = method[OVERALL]["acceptance_by_position"]
         left.plot(range(1, len(shares) + 1), shares, marker="o", markersize=3, label=method["name"])
     left.set(xlabel="draft position k", ylabel="share of rounds that accepted k drafts or more", ylim=(0, 1.02))
+    left.xaxis.get_major_locator().set_params(integer=True)
     left.legend(fontsize=8)
     tasks = list(dict.fromkeys(task for method in drafted for task in method["tasks"]))
     width = 0.8 / len(drafted)
