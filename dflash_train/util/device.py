@@ -37,7 +37,8 @@ def pick_device(device: str, num_threads: int | None = None) -> torch.device:
         return torch.device("cpu")
     problem = cuda_problem()
     if problem is None:
-        # cuDNN's attention plans every new shape anew, about 50 ms each; while decoding, every round is a new shape.
+        # cuDNN's attention plans every new shape anew; while decoding, every round is a new shape. A tiny model decoded
+        # 18 tokens/s in bfloat16, where cuDNN is chosen, and 250 in float32, where it is not.
         torch.backends.cuda.enable_cudnn_sdp(False)
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     if device == "cuda":
