@@ -20,8 +20,9 @@ from dflash_train import cli
 from dflash_train.bench.prompts import TASKS, contamination_texts
 from dflash_train.config import Run
 from dflash_train.data.mixture import Mix, SourceReport, build_mix
-from dflash_train.data.recipe import Need, recipe_hash, source_need, wheel_need
-from dflash_train.plan import Check, check_disk, preflight
+from dflash_train.data.recipe import recipe_hash, source_need, wheel_need
+from dflash_train.plan import check_disk, preflight
+from dflash_train.util.checks import Check
 from dflash_train.util.errors import UserError
 from dflash_train.util.io import human_bytes, read_json, sha256_file, write_json, write_jsonl
 from dflash_train.util.log import Progress, say, table
@@ -93,7 +94,7 @@ def _sweep(folder: Path) -> None:
 # ---------------------------------------------------------------- before
 
 
-def needs(run: Run) -> list[Need]:
+def needs(run: Run) -> list[Check]:
     """Every source and evaluation set, found or not, without downloading anything."""
     out = [source_need(name, source) for name, source in run.data.sources.items()]
     for task in run.data.decontaminate:
@@ -102,18 +103,17 @@ def needs(run: Run) -> list[Need]:
             out.append(wheel_need(label, TASKS[task].package, TASKS[task].version))
         elif task.startswith("file:"):
             path = Path(task.removeprefix("file:")).expanduser()
-            out.append(Need(label, path.is_file(), f"{path}" if path.is_file() else f"{path} does not exist"))
+            out.append(Check(label, path.is_file(), f"{path}" if path.is_file() else f"{path} does not exist"))
         else:
-            out.append(Need(label, False, "unknown", f"one of {', '.join(TASKS)}, file:<path.jsonl>"))
+            out.append(Check(label, False, "unknown", f"one of {', '.join(TASKS)}, file:<path.jsonl>"))
     return out
 
 
 def checks(run: Run) -> list[Check]:
     """`needs` and the disk, as rows of the preflight table."""
     takes = [source.take or 0 for source in run.data.sources.values()]
-    rows = [Check(need.name, need.ok, need.detail, need.fix) for need in needs(run)]
     return [
-        *rows,
+        *needs(run),
         check_disk(run.mix_dir, max(50_000_000, sum(takes) * BYTES_PER_ROW), "work_dir=<a folder on a larger disk>"),
     ]
 

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -11,20 +11,11 @@ import torch
 from dflash_train import cli
 from dflash_train.config import PlanRun, Run
 from dflash_train.store import STORES, budget
+from dflash_train.util.checks import Check
 from dflash_train.util.device import cuda_problem, pick_device
 from dflash_train.util.errors import UserError
 from dflash_train.util.io import free_bytes, human_bytes, read_json
 from dflash_train.util.log import say, table
-
-
-@dataclass(frozen=True)
-class Check:
-    """One need: fix says what to type when it is not met."""
-
-    name: str
-    ok: bool
-    detail: str
-    fix: str = ""
 
 
 def preflight(run: Run, checks: list[Check], todo: list[str]) -> None:

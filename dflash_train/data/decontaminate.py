@@ -68,10 +68,6 @@ class Decontaminator:
             size = MIN_CONTAINED_CJK if _CJK_CHAR.fullmatch(gram[0]) else MIN_CONTAINED_WORDS
             self._heads.setdefault(gram[:size], set()).add(len(gram))
 
-    @property
-    def num_grams(self) -> int:
-        return len(self._grams) + len(self._whole)
-
     def hit(self, text: str) -> str | None:
         """The task of which `text` contains an item's n-gram, or is a whole short text; None for a clean text."""
         words, cjk = words_of(text)

@@ -124,10 +124,6 @@ class RowReader:
             sample_ids.append([self.markers[i].sample_ids[j] for i, j in row.samples])
         return DraftBatch(token_ids, loss_mask, document_ids, position_ids, hidden, last_hidden, sample_ids)
 
-    def bytes_per_row(self) -> int:
-        width, last_width, dtype = self.widths()
-        return self.row_tokens * ((width + (last_width or 0)) * torch.empty(0, dtype=dtype).element_size() + 25)
-
 
 class Prefetcher:
     """Reads micro-batches ahead in a thread; iterating gives (rows, batch) in order, or raises what the thread met.
