@@ -1,8 +1,10 @@
 """A random model with a character tokenizer, made in a second: for tests, and to try every stage without a download.
 
 Weights have std 0.15 and norm gains are drawn from 0.5..2, since fresh norms and std-0.02 weights hide mistakes.
+Hybrids have three Gated DeltaNet layers and a full-attention one, and two value heads to a key head.
 """
 
+import math
 import string
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +22,15 @@ from dflash_train.util.provenance import digest
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
 MASK_TOKEN, MASK_TOKEN_ID = "<|mask|>", 127
+CONFIGS = {
+    "qwen3": "Qwen3Config",
+    "llama": "LlamaConfig",
+    "qwen3_5": "Qwen3_5TextConfig",
+    "qwen3_5_moe": "Qwen3_5MoeTextConfig",
+    "qwen3_next": "Qwen3NextConfig",
+}
+HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+MIXTURES = ("qwen3_5_moe", "qwen3_next")
 CHARACTERS = [*sorted(set(string.printable) - set("\t\r\x0b\x0c"))]
 NEVER_SAID = {0, 1, *range(len(SPECIALS) + len(CHARACTERS), MASK_TOKEN_ID + 1)}  # all specials but <|im_end|>
 
@@ -48,8 +59,8 @@ CHAT_TEMPLATE = """
 class Options:
     """Shape of the random model."""
 
-    arch: str = "qwen3"  # qwen3 | llama
-    num_layers: int = 3
+    arch: str = "qwen3"  # a key of CONFIGS
+    num_layers: int | None = None  # null: 4 for hybrids, 3 for the others
     hidden: int = 64
     heads: int = 4
     kv: int = 2
@@ -82,30 +93,58 @@ def tiny_tokenizer():
     return tokenizer
 
 
-def tiny_model(options: Options):
-    """Seeded random weights in float32."""
-    if options.arch not in ("qwen3", "llama"):
-        raise UserError("target.options.arch", got=options.arch, want="qwen3 | llama")
-    make = transformers.Qwen3Config if options.arch == "qwen3" else transformers.LlamaConfig
-    hf_config = make(
-        num_hidden_layers=options.num_layers, hidden_size=options.hidden, intermediate_size=2 * options.hidden,
+def tiny_config(options: Options):
+    """The transformers config of these options. Raises UserError for an unknown arch."""
+    if options.arch not in CONFIGS:
+        raise UserError("target.options.arch", got=options.arch, want=" | ".join(CONFIGS))
+    hybrid = options.arch in HYBRIDS
+    sizes = {}
+    if hybrid:
+        sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+                  "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4}  # fmt: skip
+    if options.arch in MIXTURES:
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": options.hidden // 2,
+                  "shared_expert_intermediate_size": options.hidden // 2}  # fmt: skip
+    if options.arch != "qwen3_5_moe":
+        sizes["intermediate_size"] = 2 * options.hidden
+    return getattr(transformers, CONFIGS[options.arch])(
+        num_hidden_layers=options.num_layers or (4 if hybrid else 3), hidden_size=options.hidden,
         num_attention_heads=options.heads, num_key_value_heads=options.kv, head_dim=options.head_dim,
         vocab_size=options.vocab, max_position_embeddings=4096, tie_word_embeddings=options.tied,
         bos_token_id=None, eos_token_id=SPECIALS.index("<|im_end|>"), pad_token_id=SPECIALS.index("<|endoftext|>"),
+        **sizes,
     )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+
+
+def tiny_model(options: Options):
+    """Seeded random weights in float32."""
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(options), dtype=torch.float32)
     generator = torch.Generator().manual_seed(options.seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
-            if parameter.dim() == 1 and "norm" in name:
-                parameter.uniform_(0.5, 2.0, generator=generator)
-            else:
-                parameter.normal_(0.0, 0.15, generator=generator)
+            draw_(name, parameter, options.arch in HYBRIDS, generator)
         # Else a third of what a random model says would be control tokens: their rows are real, and seldom chosen.
         rows = [i for i in range(options.vocab) if i in NEVER_SAID or i > MASK_TOKEN_ID]
         for table in {model.get_input_embeddings().weight, model.get_output_embeddings().weight}:
             table[rows] *= 0.1
     return model
+
+
+def draw_(name: str, parameter: torch.Tensor, hybrid: bool, generator: torch.Generator) -> None:
+    """Fill one parameter by the law of its kind."""
+    if name.endswith("A_log"):
+        # The range a fresh Gated DeltaNet has, but evenly in log: else nearly every head forgets within a token.
+        parameter.uniform_(math.log(0.01), math.log(16), generator=generator)
+    elif name.endswith("dt_bias"):
+        parameter.fill_(1.0)
+    elif name.endswith("conv1d.weight"):
+        parameter.normal_(0.0, 0.5, generator=generator)  # four taps a channel: smaller ones would fade the layer out
+    elif parameter.dim() == 1 and "norm" in name:
+        # Hybrids multiply by 1 + w, save for the gated norm inside a Gated DeltaNet, which multiplies by w.
+        offset = 1.0 if hybrid and not name.endswith("linear_attn.norm.weight") else 0.0
+        parameter.uniform_(0.5 - offset, 2.0 - offset, generator=generator)
+    else:
+        parameter.normal_(0.0, 0.15, generator=generator)
 
 
 def save_tiny(folder: str | Path, options: Options | None = None) -> Path:
@@ -118,7 +157,7 @@ def save_tiny(folder: str | Path, options: Options | None = None) -> Path:
 
 def tiny_folder(options: Options) -> Path:
     """The folder of these options in the cache, written on first use. The name covers all the tokenizer's text, too."""
-    name = digest([asdict(options), CHAT_TEMPLATE, SPECIALS, CHARACTERS, "2"])
+    name = digest([asdict(options), CHAT_TEMPLATE, SPECIALS, CHARACTERS, "3"])
     folder = cache_dir("targets", f"tiny-{name}")
     return folder if folder.is_dir() else save_tiny(folder, options)
 
