@@ -1,0 +1,49 @@
+"""Typed run configs, one dataclass per group and per stage, and the checks that need nothing but the config itself.
+
+Not frozen, since OmegaConf merges into them; nobody changes them after `cli.py` has built them.
+`options` holds what one plug-in alone has: `cli.py` checks it against that plug-in's `Options`.
+"""
+
+from dflash_train.config.checks import require, require_choice
+from dflash_train.config.data import AnswersConfig, DataConfig, SamplingConfig, SourceConfig
+from dflash_train.config.models import DrafterConfig, HardwareConfig, TargetConfig
+from dflash_train.config.outcome import EvalConfig, ExportConfig
+from dflash_train.config.runs import (
+    EvalRun,
+    ExportRun,
+    ExtractRun,
+    MixRun,
+    PlanRun,
+    RegenerateRun,
+    Run,
+    TrainRun,
+)
+from dflash_train.config.store import ExtractConfig, StoreConfig
+from dflash_train.config.train import TrainConfig, WandbConfig, ZeroConfig
+
+__all__ = [
+    "AnswersConfig",
+    "DataConfig",
+    "DrafterConfig",
+    "EvalConfig",
+    "EvalRun",
+    "ExportConfig",
+    "ExportRun",
+    "ExtractConfig",
+    "ExtractRun",
+    "HardwareConfig",
+    "MixRun",
+    "PlanRun",
+    "RegenerateRun",
+    "Run",
+    "SamplingConfig",
+    "SourceConfig",
+    "StoreConfig",
+    "TargetConfig",
+    "TrainConfig",
+    "TrainRun",
+    "WandbConfig",
+    "ZeroConfig",
+    "require",
+    "require_choice",
+]
