@@ -101,7 +101,7 @@ def test_dtype_is_given_to_the_loader_so_rope_frequencies_stay_float32(folder):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "Gated DeltaNet targets: not"),
+        ({"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "linear_attention layers"),
         ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding_attention"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type=dynamic"),
     ],
@@ -115,14 +115,17 @@ def test_targets_this_version_cannot_run_are_refused_by_name_before_weights_are_
     assert not status.ok
 
 
-def test_a_qwen3_5_config_is_read_through_its_text_part_and_refused_by_name(tmp_path):
+def test_a_qwen3_5_config_is_read_through_its_text_part(tmp_path):
     """Trap 7: composite configs; the sizes are the text model's."""
     text = {"num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 128,
             "layer_types": ["linear_attention"] * 3 + ["full_attention"]}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
     config = files.read_config(hf_config(tmp_path))
     assert config.get_text_config().hidden_size == 64
-    with pytest.raises(UserError, match="Gated DeltaNet targets: not supported by this version"):
+    files.refuse_unsupported(config, "mine")
+    text["layer_types"] = ["linear_attention"] * 4
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
+    with pytest.raises(UserError, match="qwen3_5_text without a full-attention layer"):
         hf.load(hf_config(tmp_path), CPU)
 
 

@@ -146,8 +146,8 @@ def test_poisoned_cache_rows_never_reach_a_result():
     """Rows that were not written yet hold NaN here."""
     target, context = tiny(), random_ids(6, 9)
     session = target.session(64, ALL)
-    session.cache.keys.fill_(float("nan"))
-    session.cache.values.fill_(float("nan"))
+    for buffer in (*session.cache.keys.values(), *session.cache.values.values()):
+        buffer.fill_(float("nan"))
     session.prefill(context)
     drafted = random_tree(9, 1)
     logits, features = session.forward(drafted)
@@ -205,21 +205,24 @@ def test_sessions_of_one_target_do_not_see_each_other_and_plain_calls_stay_plain
 
 
 def test_keep_moves_exactly_the_rows_of_the_path():
-    cache = KVCache(2, 3, 4, 10, torch.float32, torch.device("cpu"))
-    cache.keys.copy_(torch.arange(10.0)[None, None, :, None].expand(2, 3, 10, 4))
-    cache.values.copy_(-cache.keys)
+    cpu = torch.device("cpu")
+    cache = KVCache({3: cpu, 7: cpu}, 3, 4, 10, torch.float32)  # a hybrid's attention layers
+    cache.keys[cpu].copy_(torch.arange(10.0)[None, None, :, None].expand(2, 3, 10, 4))
+    cache.values[cpu].copy_(-cache.keys[cpu])
     cache.length = 2
     cache.keep([0, 2, 5])
     assert cache.length == 5
-    assert cache.keys[1, 2, :5, 0].tolist() == [0, 1, 2, 4, 7]
-    assert torch.equal(cache.values[:, :, :5], -cache.keys[:, :, :5])
+    assert cache.keys[cpu][1, 2, :5, 0].tolist() == [0, 1, 2, 4, 7]
+    assert torch.equal(cache.values[cpu][:, :, :5], -cache.keys[cpu][:, :, :5])
 
 
-def test_bfloat16_sessions_follow_the_float32_one():
-    """Not equal, and not far: the same weights in bf16 through the same code."""
-    ids, drafted = random_ids(15, 15), random_tree(8, 4)
-    exact = started(tiny(), ids).forward(drafted)[0]
-    target = tiny(dtype=torch.bfloat16)
-    logits, features = started(target, ids).forward(drafted)
-    assert logits.dtype == torch.float32 and features.hidden.dtype == torch.bfloat16
-    assert torch.cosine_similarity(logits.flatten(), exact.flatten(), dim=0) > 0.99
+def test_layers_of_two_devices_keep_their_own_buffers():
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    cache = KVCache({0: cpu, 1: meta, 2: cpu}, 1, 2, 8, torch.float32)
+    assert cache.keys[cpu].shape[0] == 2 and cache.keys[meta].shape[0] == 1
+    rows = torch.randn(1, 3, 2)
+    keys, values = cache.write(2, rows, -rows)
+    assert torch.equal(keys[0], rows) and torch.equal(values[0], -rows) and keys.device == cpu
+    assert cache.write(1, rows.to(meta), rows.to(meta))[0].device == meta
+    cache.keep([0, 2])
+    assert torch.equal(cache.keys[cpu][1, :, :2], rows[:, [0, 2]])

@@ -23,29 +23,39 @@ ATTENTION_NAME = "dflash_session"
 
 
 class KVCache:
-    """Preallocated rows [L, KVH, capacity, K] of keys (after RoPE) and values; the first `length` are committed."""
+    """Preallocated rows of keys (after RoPE) and values; the first `length` are committed.
 
-    def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, capacity: int,
-                 dtype: torch.dtype, device: torch.device):  # fmt: skip
-        shape = (num_layers, num_kv_heads, capacity, head_dim)
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
+    layers: the attention layers' ids and where each lies (a hybrid's others keep no rows; a large model's layers are
+    spread over GPUs). Per device one buffer [L, KVH, capacity, K], so that a commit is one move a device.
+    """
+
+    def __init__(self, layers: dict[int, torch.device], num_kv_heads: int, head_dim: int, capacity: int,
+                 dtype: torch.dtype):  # fmt: skip
+        self.slots: dict[int, tuple[torch.device, int]] = {}
+        counts: dict[torch.device, int] = {}
+        for layer, device in layers.items():
+            self.slots[layer] = device, counts.get(device, 0)
+            counts[device] = counts.get(device, 0) + 1
+        new = lambda device, count: torch.empty(count, num_kv_heads, capacity, head_dim, dtype=dtype, device=device)
+        self.keys = {device: new(device, count) for device, count in counts.items()}
+        self.values = {device: new(device, count) for device, count in counts.items()}
         self.capacity, self.length = capacity, 0
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Put [KVH, M, K] behind the committed rows -> views [1, KVH, length + M, K] of all of them."""
+        device, slot = self.slots[layer]
         end = self.length + keys.shape[1]
-        self.keys[layer, :, self.length : end] = keys
-        self.values[layer, :, self.length : end] = values
-        return self.keys[layer, None, :, :end], self.values[layer, None, :, :end]
+        self.keys[device][slot, :, self.length : end] = keys
+        self.values[device][slot, :, self.length : end] = values
+        return self.keys[device][slot, None, :, :end], self.values[device][slot, None, :, :end]
 
     def keep(self, path: list[int]) -> None:
         """Move rows length + path[i] to length + i in every layer and commit them."""
         start, count = self.length, len(path)
         if path != list(range(count)):
-            rows = torch.tensor(path, device=self.keys.device) + start
-            for buffer in (self.keys, self.values):
-                buffer[:, :, start : start + count] = buffer.index_select(2, rows)
+            rows = torch.tensor(path) + start
+            for buffer in (*self.keys.values(), *self.values.values()):
+                buffer[:, :, start : start + count] = buffer.index_select(2, rows.to(buffer.device))
         self.length += count
 
 
@@ -85,7 +95,8 @@ def session_attention(module, query: Tensor, key: Tensor, value: Tensor, attenti
     _, num_heads, num_nodes, head_dim = query.shape
     num_kv_heads = keys.shape[1]
     grouped = query.reshape(1, num_kv_heads, -1, head_dim)
-    out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=session_bias, scale=scaling)
+    bias = None if session_bias is None else session_bias.to(query.device)
+    out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias, scale=scaling)
     return out.reshape(1, num_heads, num_nodes, head_dim).transpose(1, 2), None
 
 
@@ -110,8 +121,8 @@ class HFSession:
         config = target.text_config
         self.target, self.features = target, features
         self.num_groups = config.num_attention_heads // config.num_key_value_heads
-        self.cache = KVCache(config.num_hidden_layers, config.num_key_value_heads, target.head_dim, capacity,
-                             target.dtype, target.device)  # fmt: skip
+        attention = {i: device for i, device in target.layer_devices.items() if i in target.attention_layers}
+        self.cache = KVCache(attention, config.num_key_value_heads, target.head_dim, capacity, target.dtype)
         self.pending: Tree | None = None
 
     @property
@@ -125,7 +136,6 @@ class HFSession:
         positions = torch.arange(len(token_ids))
         normed, features = self._run(token_ids, positions, None)
         self.cache.length = len(token_ids)
-        self.pending = None
         return self.target.logits(normed[-1:])[0], features
 
     @torch.inference_mode()
@@ -137,14 +147,22 @@ class HFSession:
         self.pending = tree
         return self.target.logits(normed), features
 
+    @torch.inference_mode()
     def commit(self, path: list[int]) -> None:
         """Keep these nodes of the last forward's tree, root first. Each must be the child of the one before."""
         assert self.pending is not None, "commit without a forward"
         parents = self.pending.parents
         assert path and path[0] == 0, f"a path starts at the root: {path}"
         assert all(parents[b] == a for a, b in pairwise(path)), f"not a path of the tree: {path}"
-        self.cache.keep(path)
+        self._keep(path)
         self.pending = None
+
+    def _keep(self, path: list[int]) -> None:
+        self.cache.keep(path)
+
+    def _layers_by_session(self):
+        """Context in which the model's layers read and write this session's cache."""
+        return attention_by_session(self.target.text_config)
 
     def _run(self, token_ids: Tensor, positions: Tensor, bias: Tensor | None) -> tuple[Tensor, Features]:
         """One pass -> (rows after the final norm [M, H], Features)."""
@@ -155,11 +173,12 @@ class HFSession:
                             fix="a shorter prompt, fewer new tokens or a smaller tree")  # fmt: skip
         target = self.target
         taps = Taps(target.layers, self.features.layer_ids)
-        with attention_by_session(target.text_config), taps:
+        with self._layers_by_session(), taps:
             out = target.decoder(
                 input_ids=token_ids[None].to(target.device), position_ids=positions[None].to(target.device),
                 use_cache=False, session_cache=self.cache, session_bias=bias,
             )  # fmt: skip
-        normed = out.last_hidden_state[0]
+        normed = out.last_hidden_state[0].to(target.device)
         hidden = taps.hidden()
-        return normed, Features(None if hidden is None else hidden[0], normed if self.features.last_hidden else None)
+        rows = None if hidden is None else hidden[0].to(target.device)
+        return normed, Features(rows, normed if self.features.last_hidden else None)

@@ -146,4 +146,5 @@ class Taps:
         """Rows [..., L*H] in the order of layer_ids, duplicates kept; None without layer ids."""
         if not self.layer_ids:
             return None
-        return torch.cat([self.rows[i] for i in self.layer_ids], dim=-1)
+        device = self.rows[self.layer_ids[0]].device  # a large model's layers lie on several
+        return torch.cat([self.rows[i].to(device) for i in self.layer_ids], dim=-1)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import socket
 from dataclasses import dataclass
@@ -19,7 +20,10 @@ from dflash_train.util.hf import transformers
 from dflash_train.util.provenance import canonical_json
 
 # model_type of the text config -> offset of its RMSNorm gain: 0.0 for x*w, 1.0 for x*(1+w).
-NORM_OFFSETS = {"llama": 0.0, "mistral": 0.0, "qwen2": 0.0, "qwen3": 0.0, "qwen3_moe": 0.0}
+NORM_OFFSETS = {"llama": 0.0, "mistral": 0.0, "qwen2": 0.0, "qwen3": 0.0, "qwen3_moe": 0.0,
+                "qwen3_5_text": 1.0, "qwen3_5_moe_text": 1.0, "qwen3_next": 1.0}  # fmt: skip
+# Those whose linear-attention layers are the Gated DeltaNet that target/qwen3_5.py drives.
+GATED_DELTANETS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 FILE_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 SAMPLE_BYTES, NUM_SAMPLES = 65536, 16
 
@@ -118,11 +122,12 @@ def refuse_unsupported(hf_config, name: str) -> None:
     text = hf_config.get_text_config()
     layer_types = set(getattr(text, "layer_types", None) or ["full_attention"])
     refuse = lambda got, want: UserError(f"target {name}", got=got, want=want)
-    full = "a model whose layers are all full attention"
-    if "linear_attention" in layer_types:
-        raise refuse(f"{text.model_type}: Gated DeltaNet targets: not supported by this version", full)
-    if layer_types != {"full_attention"}:
-        raise refuse(f"{text.model_type} with {', '.join(sorted(layer_types - {'full_attention'}))} layers", full)
+    full = "a model whose layers are full attention, or Gated DeltaNet of " + ", ".join(GATED_DELTANETS)
+    known = {"full_attention"} | ({"linear_attention"} if text.model_type in GATED_DELTANETS else set())
+    if layer_types - known:
+        raise refuse(f"{text.model_type} with {', '.join(sorted(layer_types - known))} layers", full)
+    if "full_attention" not in layer_types:
+        raise refuse(f"{text.model_type} without a full-attention layer", full)
     if text.model_type not in NORM_OFFSETS:
         raise refuse(f"model type {text.model_type}", " | ".join(NORM_OFFSETS))
     windowed = getattr(text, "sliding_window", None) is not None and getattr(text, "use_sliding_window", True)
@@ -155,6 +160,16 @@ def weight_files(folder: Path) -> list[Path]:
     if not files:
         raise UserError("target.path", got=f"{folder} has no *.safetensors", want="safetensors (pickles are not read)")
     return files
+
+
+def weight_bytes(folder: Path, dtype: str) -> int:
+    """Bytes of all weights once they are loaded in `dtype`, from the files' headers."""
+    size = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}[dtype]
+    total = 0
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as f:
+            total += size * sum(math.prod(f.get_slice(name).get_shape()) for name in f.keys())  # noqa: SIM118
+    return total
 
 
 def weights_status(config: TargetConfig) -> WeightsStatus:

@@ -1,5 +1,6 @@
-"""Any Hugging Face causal LM whose layers are all full attention (Qwen and Llama families), frozen."""
+"""Any Hugging Face causal LM of full-attention and Gated DeltaNet layers (Qwen and Llama families), frozen."""
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +12,12 @@ from dflash_train.target import files
 from dflash_train.target.attention import HFSession
 from dflash_train.target.base import Taps, WeightsStatus, check_layer_ids
 from dflash_train.target.mask_token import check_mask_token
+from dflash_train.target.qwen3_5 import HybridSession
 from dflash_train.util.device import pick_device
 from dflash_train.util.errors import UserError
 from dflash_train.util.hf import transformers
+from dflash_train.util.io import human_bytes
+from dflash_train.util.log import say
 
 
 @dataclass
@@ -45,10 +49,25 @@ def load(config: TargetConfig, hardware: HardwareConfig) -> "HFTarget":
         prepared.folder, dtype=getattr(torch, config.dtype), attn_implementation="sdpa", output_loading_info=True,
         trust_remote_code=config.trust_remote_code, use_safetensors=True,
         ignore_mismatched_sizes=True,  # so that they are listed, and refused below with their names
-        device_map={"": device} if device.type == "cuda" else None,
+        device_map=placement(prepared, config.dtype, device),
     )  # fmt: skip
     refuse_missing(info, prepared)
+    device = model.get_input_embeddings().weight.device
     return HFTarget(prepared, model.eval().requires_grad_(False), device)
+
+
+def placement(prepared: files.TargetFiles, dtype: str, device: torch.device) -> dict | str | None:
+    """Where the layers go: on the one device, or spread over the visible GPUs when the weights exceed the free memory
+    of one. As many GPUs as processes share a host leave one to each, so only a process alone spreads."""
+    if device.type != "cuda":
+        return None
+    num_bytes = files.weight_bytes(prepared.folder, dtype)
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if alone and torch.cuda.device_count() > 1 and num_bytes > 0.9 * torch.cuda.mem_get_info(device)[0]:
+        say(f"target {prepared.spec.name}: {human_bytes(num_bytes)} of weights are spread over "
+            f"{torch.cuda.device_count()} GPUs")  # fmt: skip
+        return "auto"
+    return {"": device}
 
 
 def refuse_missing(info: dict, prepared: files.TargetFiles) -> None:
@@ -74,7 +93,10 @@ class HFTarget:
         self.text_config = model.config.get_text_config()
         self.lm_head = model.get_output_embeddings()
         self.dtype = self.lm_head.weight.dtype
-        self.head_dim = self.layers[0].self_attn.head_dim
+        self.layer_devices = {i: next(layer.parameters()).device for i, layer in enumerate(self.layers)}
+        self.delta_layers = [i for i, layer in enumerate(self.layers) if "linear_attn" in layer._modules]
+        self.attention_layers = [i for i in range(len(self.layers)) if i not in self.delta_layers]
+        self.head_dim = self.layers[self.attention_layers[0]].self_attn.head_dim
         pad = self.tokenizer.pad_token_id
         # Only our arguments steer generation, not what a model's generation_config.json asks for.
         model.generation_config = transformers.GenerationConfig(
@@ -85,8 +107,9 @@ class HFTarget:
     def capture(self, token_ids: Tensor, layer_ids: tuple[int, ...], last_hidden: bool = False) -> Features:
         """Right-padded token_ids i64[B, T] -> hidden [B, T, L*H] in the order of layer_ids and last_hidden [B, T, H].
 
-        No mask is needed: under causal attention a row sees rows to its left, and padding lies to its right, so only
-        the (unused) padding rows read padding. The head is never called; without last_hidden the pass ends after
+        No mask is needed: under causal attention, convolution and recurrence a row sees rows to its left, and padding
+        lies to its right, so only the (unused) padding rows read padding. One document a row, nothing packed: a
+        neighbour would reach into a recurrent state. The head is never called; without last_hidden the pass ends after
         the last captured layer.
         """
         if layer_ids or not last_hidden:
@@ -98,7 +121,7 @@ class HFTarget:
 
     def session(self, capacity: int, features: FeatureSpec) -> HFSession:
         """A fresh sequence with its own cache of `capacity` rows, tree nodes included."""
-        return HFSession(self, capacity, features)
+        return (HybridSession if self.delta_layers else HFSession)(self, capacity, features)
 
     def logits(self, normed: Tensor) -> Tensor:
         """Rows after the final norm [..., H] -> [..., V] float32."""
@@ -110,7 +133,7 @@ class HFTarget:
         tied = self.lm_head.weight.data_ptr() == embedding.data_ptr()
         norm = self.decoder.norm
         return TargetHead(embedding, embedding if tied else self.lm_head.weight.detach(), norm.weight.detach(),
-                          files.NORM_OFFSETS[self.text_config.model_type], norm.variance_epsilon)  # fmt: skip
+                          files.NORM_OFFSETS[self.text_config.model_type], self.text_config.rms_norm_eps)  # fmt: skip
 
     @torch.inference_mode()
     def answer(self, prompts: list[list[int]], *, max_new_tokens: int, temperature: float, top_p: float, top_k: int,
