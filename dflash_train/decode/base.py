@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from dflash_train.decode.verify import Sampling
-from dflash_train.records import Features, FeatureSpec, TargetHead, Tree
+from dflash_train.records import Features, FeatureSpec, Tree
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,3 @@ class Proposer(Protocol):
 
     def commit(self, token_ids: Tensor, features: Features) -> None:
         """Tokens that now have target rows (the accepted path, root first) and those rows."""
-
-
-class ProposerFactory(Protocol):
-    """The signature of `Proposer.__init__` in every module of PROPOSERS."""
-
-    def __call__(self, drafter: nn.Module | None, head: TargetHead | None, settings: DraftSettings) -> Proposer: ...
