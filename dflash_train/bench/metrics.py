@@ -219,7 +219,7 @@ def first_difference(a: list[int], b: list[int]) -> int:
 
 
 def losslessness(result: Agreement | None, *, dtype: str, max_margin: float) -> tuple[str, str]:
-    """(verdict, one sentence). Verdict: "not checked" | "equal" | "near ties" | "FAILED".
+    """(verdict, one sentence). Verdict: "not checked" | "equal" | "differs at near ties" | "FAILED".
 
     A first difference is legal only where the target itself was undecided: at a margin of at most max_margin logits,
     in float32 of at most FLOAT32_TIE, which is rounding.
@@ -232,8 +232,10 @@ def losslessness(result: Agreement | None, *, dtype: str, max_margin: float) -> 
     size = lambda difference: math.inf if math.isnan(difference.margin) else difference.margin
     first = max(result.differences, key=size)
     where = f"{first.task} {first.id} token {first.position}"
-    said += f"; largest margin at a first difference {first.margin:.3g} logits ({where})"
+    said += (
+        f", {len(result.differences)} differ; largest margin at a first difference {first.margin:.3g} logits ({where})"
+    )
     limit, limit_name = (FLOAT32_TIE, "float32 rounding") if dtype == "float32" else (max_margin, "eval.max_margin")
     if size(first) > limit:
         return "FAILED", f"{said}, above {limit_name} ({limit:g})"
-    return "near ties", f"{said}, within {limit_name} ({limit:g})"
+    return "differs at near ties", f"{said}, within {limit_name} ({limit:g})"
