@@ -1,7 +1,9 @@
 """What several gloo ranks run in one go: `deepspeed --num_gpus 2 tests/helpers_train_ranks.py <folder>`; rank 0 writes
 <folder>/results.json. Starting torch and DeepSpeed costs seconds, so one start serves all. The toy serves alone too."""
 
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -13,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import helpers_train
 
 from dflash_train.config import TrainConfig, ZeroConfig
+from dflash_train.drafter import files
 from dflash_train.engine import zero
 from dflash_train.store.loader import ShardCache
 from dflash_train.util import dist
@@ -118,13 +121,44 @@ def toys() -> dict:
     return {f"{stage}-{accumulation}": run_toy(stage, accumulation) for stage in (1, 2, 3) for accumulation in (1, 4)}
 
 
+def run_failing(folder: Path, name: str, **values) -> None:
+    """A training into folder/name that should end with an error, kept as <name>-error-<rank>.txt."""
+    error = run_training(folder, **{"train.output_dir": folder / name, "train.micro_batch": 1}, **values)
+    Path(folder, f"{name}-error-{dist.rank()}.txt").write_text(error or "no error")
+
+
+def full_disk_on(rank: int, part: str, write):
+    """`write(_, path)`, but on `rank` a path with `part` in it stops half way: no space is left."""
+
+    def write_or_fail(state, path, *args, **kwargs):
+        write(state, path, *args, **kwargs)
+        if dist.rank() == rank and part in str(path):
+            os.truncate(path, Path(path).stat().st_size // 2)
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    return write_or_fail
+
+
+def full_disks(folder: Path) -> None:
+    """Rank 1 cannot write its part of the second checkpoint at stages 1 and 3; rank 0 cannot write best/."""
+    settings = {"train.save_every": 1, "train.max_steps": 3, "train.eval_samples": 3}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "save", full_disk_on(1, ".step-000002.tmp/deepspeed/", torch.save))
+        for number in (1, 3):
+            run_failing(folder, f"full{number}", **settings, zero=f"zero{number}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "save_file", full_disk_on(0, ".best.tmp/", files.save_file))
+        run_failing(folder, "full_best", **settings)
+
+
 def trainings(folder: Path) -> dict:
-    """The same global batches on all ranks, at stages 1 and 3; then one rank that cannot read a shard."""
+    """The same global batches on all ranks, at stages 1 and 3; then ranks that cannot write or read a file."""
     out = {}
     for number in (1, 3):
         out[f"stage{number}"] = run_training(folder, **{
             "zero": f"zero{number}", "train.output_dir": folder / f"stage{number}" / "out", "train.micro_batch": 1,
             "train.eval_samples": 3})  # fmt: skip
+    full_disks(folder)
     get = ShardCache.get
 
     def unreadable(cache, marker):
@@ -133,8 +167,7 @@ def trainings(folder: Path) -> dict:
         return get(cache, marker)
 
     ShardCache.get = unreadable
-    error = run_training(folder, **{"train.output_dir": folder / "bad", "train.micro_batch": 1})
-    Path(folder, f"error-{dist.rank()}.txt").write_text(error or "no error")
+    run_failing(folder, "unreadable")
     return out
 
 

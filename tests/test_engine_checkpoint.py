@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,12 +113,35 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_half(tmp_path, engine
     assert names(tmp_path) == ["latest.json", "step-000001"]
 
 
-def test_a_failing_write_leaves_the_old_checkpoint_and_nothing_half(tmp_path, engine, monkeypatch):
+def cut_short(write):
+    """A write that leaves half a file and then fails as torch does."""
+
+    def fail(state, path, *args, **kwargs):
+        write(state, path, *args, **kwargs)
+        os.truncate(path, Path(path).stat().st_size // 2)
+        raise RuntimeError("PytorchStreamWriter failed")
+
+    return fail
+
+
+@pytest.mark.parametrize("part", ["deepspeed/mp_rank_00_model_states.pt", "drafter"])
+def test_a_failing_write_names_rank_and_file_and_leaves_the_old_checkpoint_and_nothing_half(
+    tmp_path, engine, monkeypatch, part
+):
+    """Trap 40: the weights' own folder, or a file that DeepSpeed writes."""
     save(tmp_path, engine, 1)
-    monkeypatch.setattr(engine, "save", lambda *_: (_ for _ in ()).throw(RuntimeError("PytorchStreamWriter failed")))
-    with pytest.raises(UserError, match="PytorchStreamWriter"):
+    if part == "drafter":
+        real = engine.gathered_state_dict()
+        monkeypatch.setattr(engine, "gathered_state_dict", lambda: monkeypatch.setattr(torch, "save", cut) or real)
+        cut, part = cut_short(torch.save), ".step-000002.tmp"
+    else:
+        monkeypatch.setattr(torch, "save", cut_short(torch.save))
+    with pytest.raises(UserError, match=f"{re.escape(part)}\n.*rank 0 could not write it: PytorchStreamWriter"):
         save(tmp_path, engine, 2)
-    assert names(tmp_path) == ["latest.json", "step-000001"]
+    assert names(tmp_path) == ["latest.json", "step-000001"] and missing_part(tmp_path / "step-000001") is None
+    monkeypatch.undo()
+    save(tmp_path, engine, 2)
+    assert find_resumable(tmp_path)[0].name == "step-000002"
 
 
 STATE = {"world_size": 2, "zero_stage": 3, "facts": {"train.loss": "ce_decay", "drafter.mask_token_id": 127}}

@@ -1,6 +1,7 @@
 """Training as people and launchers start it: one process, DeepSpeed's launcher, two gloo ranks."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,14 @@ from helpers_train import comparable, flat, free_port, make_store, one_rank, ove
 from helpers_train_ranks import assert_equal, run_plain
 
 from dflash_train.drafter.files import load_drafter
+from dflash_train.engine.checkpoint import find_resumable
 
 TRAIN, HELDOUT = [[20, 30, 12], [40, 16, 25, 9], [48, 7]], [[22, 30, 18, 11]]
+
+
+def errors(folder: Path, name: str) -> list[str]:
+    """What each of the two ranks ended with."""
+    return [(folder / f"{name}-error-{rank}.txt").read_text() for rank in (0, 1)]
 
 
 def launcher(num_ranks: int) -> list:
@@ -49,9 +56,27 @@ def test_two_ranks_train_like_one(two_ranks):
 
 def test_a_shard_that_one_rank_cannot_read_ends_both_with_its_name(two_ranks):
     """Trap 39."""
-    for rank in (0, 1):
-        assert "unreadable on this machine" in (two_ranks / f"error-{rank}.txt").read_text()
-    assert "rank 1 failed: shards/train-00001" in (two_ranks / "error-0.txt").read_text()
+    first, second = errors(two_ranks, "unreadable")
+    assert "unreadable on this machine" in first and "unreadable on this machine" in second
+    assert "rank 1 failed: shards/train-00001" in first
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_when_one_rank_cannot_write_its_part_of_a_checkpoint_both_end_with_its_name_and_the_file(two_ranks, stage):
+    """Trap 40: nobody waits for the collective's timeout, and the half-written checkpoint is not there."""
+    name = f"full{stage}"
+    for error in errors(two_ranks, name):
+        assert "rank 1 could not write it: [Errno 28] No space left on device" in error
+        assert re.search(r"\.step-000002\.tmp/deepspeed/\w*rank_1_\w+\.pt\n", error)
+    assert sorted(path.name for path in (two_ranks / name).iterdir()) == ["latest.json", "metrics.jsonl", "step-000001"]
+    found, state = find_resumable(two_ranks / name)
+    assert found.name == "step-000001" and state["world_size"] == 2
+
+
+def test_when_rank_0_cannot_write_the_best_weights_both_ranks_end_with_the_folder(two_ranks):
+    for error in errors(two_ranks, "full_best"):
+        assert "full_best/best\n" in error and "rank 0 could not write it" in error
+    assert not (two_ranks / "full_best" / "best").exists()
 
 
 @pytest.mark.slow

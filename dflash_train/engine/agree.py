@@ -1,11 +1,39 @@
 """Ranks that succeed or fail together: one of them in trouble must not leave the others waiting in a collective."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import torch
+from safetensors import SafetensorError
 
 from dflash_train.util import dist
 from dflash_train.util.errors import UserError
 
 _MESSAGE_BYTES = 2000
+# How files, torch and safetensors report a full disk or a folder that is gone.
+WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
+
+
+@contextmanager
+def together(device: torch.device | str) -> Iterator[None]:
+    """A collective around a body that has none in it: where the body fails on one rank, every rank raises."""
+    error = None
+    try:
+        yield
+    except (UserError, OSError, RuntimeError) as failure:
+        error = failure
+    raise_everywhere(error, device)
+
+
+@contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """What goes wrong while `path` is written, as a UserError that names rank and file."""
+    try:
+        yield
+    except WRITE_ERRORS as failure:
+        raise UserError(str(path), got=f"rank {dist.rank()} could not write it: {failure}", want="a writable disk",
+                        fix="free some space, or train.output_dir=...") from failure  # fmt: skip
 
 
 def raise_everywhere(error: Exception | None, device: torch.device | str) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from torch import Tensor
 
 from dflash_train.drafter.files import LATEST, write_latest
-from dflash_train.engine.agree import raise_everywhere
+from dflash_train.engine.agree import together, writing
 from dflash_train.engine.zero import ZeroEngine
 from dflash_train.util import dist
 from dflash_train.util.errors import UserError
@@ -35,43 +35,42 @@ def save_checkpoint(
     """Write `step-NNNNNN` (state["step"]) under a temporary name, rename it, then point latest.json at it.
 
     A collective, at the end of an accumulation window. Keeps the newest `keep` of this run (state["run_id"]); those of
-    an earlier run in the same folder are removed. Raises UserError on every rank when the disk is too full.
+    an earlier run in the same folder are removed. When one rank cannot write, every rank raises UserError naming rank
+    and file, and what was there before stays as it was.
     """
     output_dir = Path(output_dir)
     folder = output_dir / f"step-{state['step']:06d}"
     temporary = output_dir / f".{folder.name}.tmp"
-    raise_everywhere(_prepare(temporary, need_bytes) if dist.is_main() else None, engine.device)
     try:
+        with together(engine.device), writing(temporary):
+            if dist.is_main():
+                _prepare(temporary, need_bytes)
         engine.save(str(temporary), DEEPSPEED)
         weights = engine.gathered_state_dict()
-        error = None
+        with together(engine.device), writing(temporary):
+            if dist.is_main():
+                write_drafter(temporary / "drafter", weights)
+                _finish(temporary, folder, state, keep)
+    except UserError:
         if dist.is_main():
-            write_drafter(temporary / "drafter", weights)
-            _finish(temporary, folder, state, keep)
-    except (OSError, RuntimeError) as failure:  # torch reports a full disk as RuntimeError
-        error = UserError(str(temporary), got=f"the checkpoint could not be written: {failure}",
-                          want=human_bytes(need_bytes), fix="free some space, or train.output_dir=...")  # fmt: skip
-        shutil.rmtree(temporary, ignore_errors=True)
-    raise_everywhere(error, engine.device)
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
     return folder
 
 
-def _prepare(temporary: Path, need_bytes: int) -> UserError | None:
+def _prepare(temporary: Path, need_bytes: int) -> None:
+    """Rank 0: an empty folder on a disk with enough room."""
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     free = free_bytes(temporary)
-    if free >= need_bytes:
-        return None
-    temporary.rmdir()
-    return UserError("train.output_dir", got=f"{human_bytes(free)} free at {temporary.parent}",
-                     want=f"{human_bytes(need_bytes)} for a checkpoint",
-                     fix="free some space, train.keep_checkpoints=1, or train.output_dir=...")  # fmt: skip
+    if free < need_bytes:
+        raise UserError("train.output_dir", got=f"{human_bytes(free)} free at {temporary.parent}",
+                        want=f"{human_bytes(need_bytes)} for a checkpoint",
+                        fix="free some space, train.keep_checkpoints=1, or train.output_dir=...")  # fmt: skip
 
 
 def _finish(temporary: Path, folder: Path, state: dict, keep: int) -> None:
     """Rank 0, all parts written: the list of files, the final name, latest.json, and only then the old ones go."""
-    for script in temporary.glob("zero_to_*.py"):  # DeepSpeed leaves converters, which unpickle
-        script.unlink()
     files = {str(p.relative_to(temporary)): p.stat().st_size for p in sorted(temporary.rglob("*")) if p.is_file()}
     write_json(temporary / STATE, {**state, "files": files})
     if folder.exists():

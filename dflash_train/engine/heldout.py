@@ -7,13 +7,12 @@ import torch
 from dflash_train.config import DrafterConfig
 from dflash_train.drafter.loss import Objective
 from dflash_train.drafter.walk import evaluate_samples, sample_batch
-from dflash_train.engine.agree import raise_everywhere
+from dflash_train.engine.agree import together
 from dflash_train.engine.zero import ZeroEngine
 from dflash_train.records import DraftBatch, TargetHead
 from dflash_train.store.loader import ShardCache
 from dflash_train.store.shard import Marker
 from dflash_train.util import dist
-from dflash_train.util.errors import UserError
 
 
 def evaluate_heldout(
@@ -24,13 +23,9 @@ def evaluate_heldout(
     heldout_acceptance_macro, heldout_accuracy (per slot from 1). A collective; every rank gets the same numbers."""
     refs = [(marker, j) for marker in markers for j in range(len(marker.sample_ids))][:num_samples]
     mine = refs[dist.rank() :: dist.world_size()]
-    error = None
-    try:
+    with together(engine.device):
         for marker in {marker.key: marker for marker, _ in mine}.values():
             cache.get(marker)  # a shard that cannot be read must fail before the first collective forward
-    except UserError as failure:
-        error = failure
-    raise_everywhere(error, engine.device)
 
     run = lambda samples: evaluate_samples(engine, config, head, samples, objective=objective, stop_ids=stop_ids,
                                            attention=attention, device=engine.device)  # fmt: skip

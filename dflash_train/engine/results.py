@@ -8,7 +8,9 @@ from torch import Tensor
 
 from dflash_train.config import DrafterConfig
 from dflash_train.drafter.files import save_drafter
+from dflash_train.engine.agree import together, writing
 from dflash_train.engine.zero import ZeroEngine
+from dflash_train.util import dist
 from dflash_train.util.log import say
 
 
@@ -26,27 +28,27 @@ class Results:
             f"{values['heldout_acceptance']:.3f} (walk simulated, {values['heldout_rounds']:,} rounds)")  # fmt: skip
         if values["heldout_acceptance"] > self.best.get("acceptance", 0.0):
             self.best = {"acceptance": values["heldout_acceptance"], "step": step}
-            self.write_folder("best", step, engine.gathered_state_dict())
+            self.write_folders(["best"], step, engine)
 
     def write_drafter(self, folder: Path, step: int, weights: dict[str, Tensor]) -> None:
         save_drafter(folder, weights, self.config, self.record(step, self.heldout))
 
-    def write_folder(self, name: str, step: int, weights: dict[str, Tensor] | None) -> None:
-        """output_dir/<name>, replaced when the new one is whole. weights: None on all ranks but 0, which writes."""
-        if weights is None:
-            return
-        temporary, folder = self.output_dir / f".{name}.tmp", self.output_dir / name
-        shutil.rmtree(temporary, ignore_errors=True)
-        self.write_drafter(temporary, step, weights)
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
+    def write_folders(self, names: list[str], step: int, engine: ZeroEngine) -> None:
+        """The weights as output_dir/<name>, each replaced when the new one is whole. A collective: rank 0 writes, and
+        where it cannot, every rank raises UserError."""
+        weights = engine.gathered_state_dict()
+        for name in names:
+            temporary, folder = self.output_dir / f".{name}.tmp", self.output_dir / name
+            with together(engine.device), writing(folder):
+                if dist.is_main():
+                    shutil.rmtree(temporary, ignore_errors=True)
+                    self.write_drafter(temporary, step, weights)
+                    shutil.rmtree(folder, ignore_errors=True)
+                    temporary.rename(folder)
 
     def finish(self, step: int, engine: ZeroEngine) -> None:
         """last/, and best/ where there was nothing to choose by. A collective."""
-        weights = engine.gathered_state_dict()
-        self.write_folder("last", step, weights)
-        if not self.best:
-            self.write_folder("best", step, weights)
+        self.write_folders(["last"] if self.best else ["last", "best"], step, engine)
 
     def summary(self) -> list[list[str]]:
         rows, heldout = [], self.heldout

@@ -11,7 +11,7 @@ from dflash_train.config import DrafterConfig
 from dflash_train.drafter.anchors import draw_anchors
 from dflash_train.drafter.dflash import block_hidden
 from dflash_train.drafter.loss import Objective, draft_loss, window_denominator
-from dflash_train.engine.agree import raise_everywhere
+from dflash_train.engine.agree import together
 from dflash_train.engine.zero import ZeroEngine
 from dflash_train.records import Blocks, DraftBatch, TargetHead
 from dflash_train.store.order import Row
@@ -51,14 +51,11 @@ def next_window(
     *, num_anchors: int, seed: int, device: torch.device, elapsed_s: float, stop: bool,
 ) -> Window:  # fmt: skip
     """Take `accumulation` micro-batches. A collective: a rank that cannot read its rows makes every rank raise."""
-    parts, error = [], None
-    try:
+    parts = []
+    with together(device):
         for _ in range(accumulation):
             rows, batch = next(batches)
             parts.append((batch, draw_blocks(rows, batch, config, num_anchors, seed)))
-    except (UserError, OSError, RuntimeError) as failure:
-        error = failure
-    raise_everywhere(error, device)
     sums = dist.all_reduce_sum([
         sum(window_denominator(blocks, objective) for _, blocks in parts),
         sum(int(blocks.valid.sum()) for _, blocks in parts),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_train.config import TrainConfig, ZeroConfig
+from dflash_train.engine.agree import raise_everywhere, writing
 from dflash_train.util import dist
 from dflash_train.util.errors import UserError
 
@@ -103,6 +104,10 @@ class ZeroEngine:
         config = deepspeed_config(train, zero, accumulation)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         self.engine.checkpoint_engine.load = _load_plain_tensors
+        self._write_error: UserError | None = None
+        self._write_part = self.engine.checkpoint_engine.save
+        self.engine.checkpoint_engine.save = self._try_to_write
+        self.engine._copy_recovery_script = lambda folder: None  # converters, which unpickle
         self._world = dist.world_size()
         self.num_forwards = 0
 
@@ -150,7 +155,19 @@ class ZeroEngine:
         return out
 
     def save(self, folder: str, tag: str) -> None:
+        """DeepSpeed's own files under folder/tag, one part a rank. A collective: where one rank cannot write its part,
+        every rank raises UserError naming that rank and the file, and the folder is of no use."""
+        self._write_error = None
         self.engine.save_checkpoint(folder, tag=tag, save_latest=False)
+        raise_everywhere(self._write_error, self.device)
+
+    def _try_to_write(self, state_dict: dict, path: str) -> None:
+        """Write one file; a failure is told after DeepSpeed's barriers, or the other ranks would wait in them."""
+        try:
+            with writing(path):
+                self._write_part(state_dict, path)
+        except UserError as error:
+            self._write_error = self._write_error or error
 
     def load(self, folder: str, tag: str) -> None:
         path, _ = self.engine.load_checkpoint(folder, tag=tag)
