@@ -6,8 +6,10 @@ Not frozen, since OmegaConf merges into them; nobody changes them after `cli.py`
 
 from dflash_train.config.checks import require, require_choice
 from dflash_train.config.data import AnswersConfig, DataConfig, SamplingConfig, SourceConfig
-from dflash_train.config.models import DrafterConfig, HardwareConfig, TargetConfig
+from dflash_train.config.hardware import HardwareConfig
+from dflash_train.config.models import DrafterConfig, TargetConfig, TargetShape
 from dflash_train.config.outcome import EvalConfig, ExportConfig
+from dflash_train.config.plan import AssumeConfig
 from dflash_train.config.runs import (
     EvalRun,
     ExportRun,
@@ -23,6 +25,7 @@ from dflash_train.config.train import TrainConfig, WandbConfig, ZeroConfig
 
 __all__ = [
     "AnswersConfig",
+    "AssumeConfig",
     "DataConfig",
     "DrafterConfig",
     "EvalConfig",
@@ -40,6 +43,7 @@ __all__ = [
     "SourceConfig",
     "StoreConfig",
     "TargetConfig",
+    "TargetShape",
     "TrainConfig",
     "TrainRun",
     "WandbConfig",

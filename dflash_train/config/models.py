@@ -1,4 +1,4 @@
-"""Groups target, drafter and hardware: the two models and the device they run on."""
+"""Groups target and drafter: the two models."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,6 +6,34 @@ from typing import Any
 from omegaconf import MISSING
 
 from dflash_train.config.checks import require, require_choice
+
+
+@dataclass
+class TargetShape:
+    """Beside TargetConfig's own sizes, what a decoder layer consists of. Only `plan` reads it; null = unknown.
+
+    Layers that are not Gated DeltaNet (linear) are full attention; every layer ends in an MLP, or in experts.
+    """
+
+    intermediate_size: int | None = None  # of the dense MLP; 0 where all are experts
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    tied: bool | None = None  # the head is the embedding
+    output_gate: bool = False  # full attention: q_proj also makes a gate
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    num_linear_layers: int = 0
+    linear_key_heads: int = 0
+    linear_value_heads: int = 0
+    linear_key_dim: int = 0
+    linear_value_dim: int = 0
+    conv_kernel: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    shared_expert_size: int = 0
 
 
 @dataclass
@@ -25,6 +53,7 @@ class TargetConfig:
     vocab_size: int | None = None
     num_parameters: int | None = None
     max_context: int | None = None
+    shape: TargetShape = field(default_factory=TargetShape)
     options: dict[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
@@ -74,14 +103,3 @@ class DrafterConfig:
         if self.num_heads and self.num_kv_heads:
             require(self.num_heads % self.num_kv_heads == 0, "drafter.num_heads", got=self.num_heads,
                     want=f"a multiple of drafter.num_kv_heads={self.num_kv_heads}")  # fmt: skip
-
-
-@dataclass
-class HardwareConfig:
-    """Which device this process uses."""
-
-    device: str = "auto"  # auto | cpu | cuda
-    num_threads: int | None = None  # CPU threads; null = all
-
-    def check(self) -> None:
-        require_choice(self.device, ("auto", "cpu", "cuda"), "hardware.device")

@@ -1,14 +1,16 @@
 """One config per stage: its groups, what every stage has, and the folders that follow from it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from omegaconf import MISSING
 
 from dflash_train.config.checks import require
 from dflash_train.config.data import DataConfig
-from dflash_train.config.models import DrafterConfig, HardwareConfig, TargetConfig
+from dflash_train.config.hardware import HardwareConfig
+from dflash_train.config.models import DrafterConfig, TargetConfig
 from dflash_train.config.outcome import EvalConfig, ExportConfig
+from dflash_train.config.plan import AssumeConfig
 from dflash_train.config.store import ExtractConfig, StoreConfig
 from dflash_train.config.train import TrainConfig, ZeroConfig
 
@@ -83,6 +85,27 @@ class EvalRun(Run):
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoints_dir: str = "checkpoints"
 
+    @property
+    def dtype(self) -> str:
+        """What target and drafter compute in."""
+        return self.eval.dtype or self.target.dtype
+
+    @property
+    def eval_target(self) -> TargetConfig:
+        """The target, in that dtype."""
+        return replace(self.target, dtype=self.dtype)
+
+    @property
+    def num_prompts(self) -> int | None:
+        """Prompts a task: the smaller of eval.num_prompts and limit."""
+        return min((n for n in (self.eval.num_prompts, self.limit) if n is not None), default=None)
+
+    @property
+    def heldout_path(self) -> Path:
+        """Held-out rows with the target's answers where there are some (those that were kept), else as mixed."""
+        answered = self.answers_dir / "heldout.jsonl"
+        return answered if answered.exists() else self.mix_dir / "heldout.jsonl"
+
 
 @dataclass
 class ExportRun(Run):
@@ -100,3 +123,11 @@ class PlanRun(Run):
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     samples: int | None = None  # null = what the mix has, or the recipe's total
     tokens_per_sample: float = 1800.0
+    context: int = 4096  # tokens of the sequence being decoded
+    budget: int = 64  # tree nodes beside the root
+    assume: AssumeConfig = field(default_factory=AssumeConfig)
+
+    def check(self) -> None:
+        super().check()
+        require(self.context > 0, "context", got=self.context, want="> 0")
+        require(self.budget >= 1, "budget", got=self.budget, want=">= 1")
