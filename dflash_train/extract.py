@@ -143,7 +143,9 @@ class Setup:
 
     def facts(self) -> dict:
         """What a later run, and training, must agree with."""
-        target = {"name": self.run.target.name, "fingerprint": self.files.spec.fingerprint, "config": self.config()}
+        spec = self.files.spec
+        target = {"name": self.run.target.name, "fingerprint": spec.fingerprint, "config": self.config(),
+                  "stop_ids": list(spec.stop_ids)}  # fmt: skip
         return {
             "target": target,
             "layer_ids": list(self.layer_ids),

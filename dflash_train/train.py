@@ -101,7 +101,7 @@ def check(run: TrainRun) -> Inputs:
         plan.preflight(run, checks, [])
     shards = need("shards", lambda: inputs.find_shards(store, manifest, run.limit), lambda s:
                   f"{len(s.train)} train, {len(s.heldout)} held-out")  # fmt: skip
-    need("target", lambda: inputs.check_target_files(store), lambda _: manifest["target"]["name"])
+    need("target", lambda: inputs.check_target_files(store, manifest), lambda _: manifest["target"]["name"])
     config = need("drafter", lambda: inputs.resolve(run, manifest), lambda c:
                   f"{inputs.num_parameters(c):,} parameters, B={c.block_size}, taps {c.target_layer_ids}")  # fmt: skip
     ordered = shards and need("rows", lambda: inputs.plan_order(run, shards), lambda o:
@@ -249,10 +249,9 @@ class Trainer:
         """Held-out loss and acceptance; the best weights so far go to best/."""
         if not self.given.shards.heldout:
             return
-        eos = self.given.manifest["target"]["config"].get("eos_token_id")
         values = evaluate_heldout(
             self.engine, self.config, self.head, self.cache, self.given.shards.heldout, objective=self.objective,
-            num_samples=self.run.train.eval_samples, stop_ids=eos if isinstance(eos, list) else [eos],
+            num_samples=self.run.train.eval_samples, stop_ids=self.given.manifest["target"]["stop_ids"],
             attention=self.attention,
         )  # fmt: skip
         self.metrics.log(self.step, values)

@@ -62,7 +62,8 @@ def make_store(
     generator = torch.Generator().manual_seed(7)
     embedding = 0.15 * torch.randn(VOCAB, WIDTH, generator=generator)
     facts = {
-        "target": {"name": "tiny", "fingerprint": "f" * 16, "config": TARGET_CONFIG}, "layer_ids": TAPS,
+        "target": {"name": "tiny", "fingerprint": "f" * 16, "config": TARGET_CONFIG, "stop_ids": [STOP]},
+        "layer_ids": TAPS,
         "hidden_size": WIDTH, "dtype": "bfloat16", "last_hidden": False, "mask_token_id": MASK,
         "chat_template_hash": "t" * 16, "shards": {"train": len(train), "heldout": len(heldout)},
         "samples": {"train": sum(map(len, train)), "heldout": sum(map(len, heldout))},

@@ -123,6 +123,7 @@ def test_the_store_alone_is_enough_to_train(tmp_path):
     assert torch.equal(head.final_norm, target.head().final_norm)
     manifest = read_manifest(store)
     assert manifest["target"]["fingerprint"] == target.spec.fingerprint
+    assert manifest["target"]["stop_ids"] == list(target.spec.stop_ids) == [2]
     assert manifest["target"]["config"]["num_hidden_layers"] == 3 == json.loads(
         store.get_bytes("target/config.json"))["num_hidden_layers"]  # fmt: skip
     facts = {"layer_ids": [0, 1], "hidden_size": 64, "dtype": "float32", "last_hidden": False, "mask_token_id": 127,

@@ -86,6 +86,20 @@ def test_the_reported_heldout_figures_are_the_saved_drafters_own(trained):
     assert stats.slot_accuracy == pytest.approx(values["heldout_accuracy"])
 
 
+def test_heldout_answers_end_at_the_manifests_stop_ids_which_are_more_than_the_configs_eos(tmp_path, monkeypatch):
+    """A chat model's config may name only the end of a text, while its answers end with the end of a turn."""
+    target = {"name": "tiny", "fingerprint": "f" * 16, "config": helpers_train.TARGET_CONFIG | {"eos_token_id": 126}}
+    make_store(
+        tmp_path / "store", TRAIN, HELDOUT, manifest={"target": target | {"stop_ids": [helpers_train.STOP, 126]}}
+    )
+    told, inner = [], stage.evaluate_heldout
+    monkeypatch.setattr(
+        stage, "evaluate_heldout", lambda *args, **kw: told.append(kw["stop_ids"]) or inner(*args, **kw)
+    )
+    run_here(tmp_path, **{"train.max_steps": 1})
+    assert told == [[helpers_train.STOP, 126]]
+
+
 def evaluate(folder: Path, model, config, num_samples: int):
     store = helpers_train.LocalStore(folder / "store" / helpers_train.NAME)
     shard = read_shard(store.folder / list_markers(store, "heldout")[0].key)
@@ -298,6 +312,10 @@ def test_missing_shards_a_missing_store_and_missing_target_files_are_named(folde
     assert "2 of 3 train" in refused(folder, capsys)
     (store / "target" / "target_head.safetensors").unlink()
     assert "target" in refused(folder, capsys)
+    manifest = json.loads((store / "manifest.json").read_text())
+    del manifest["target"]["stop_ids"]
+    (store / "manifest.json").write_text(json.dumps(manifest))
+    assert "no target.stop_ids" in refused(folder, capsys)
 
 
 def test_a_truncated_shard_is_refused_by_its_marker(folder, capsys):

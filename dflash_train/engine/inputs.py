@@ -64,7 +64,11 @@ def find_shards(store: ObjectStore, manifest: dict, limit: int | None) -> Shards
     return Shards(train, heldout, limit_markers(train, limit))
 
 
-def check_target_files(store: ObjectStore) -> None:
+def check_target_files(store: ObjectStore, manifest: dict) -> None:
+    """What training needs of the target beside its rows: embedding, head, config, and where its answers end."""
+    if "stop_ids" not in manifest["target"]:
+        raise UserError(f"{store.url}/manifest.json", got="no target.stop_ids: an earlier version made this store",
+                        want="the tokens at which answers end", fix="extract into another store.root")  # fmt: skip
     if not has_target_files(store):
         raise UserError(f"{store.url}/target", got="incomplete", want="the target's embedding, head and config",
                         fix="run extract again: it writes what is missing")  # fmt: skip
