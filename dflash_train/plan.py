@@ -1,83 +1,207 @@
-"""What a stage needs, checked before it costs anything; and, as a command, what a whole run will take."""
+"""What a run will take on a machine, before a GPU is touched: memory, time of a round, terabytes, hours, money.
+
+    python -m dflash_train.plan hardware=a6000x2
+
+Needs no download: a target's sizes are in its YAML, or in the config.json of files at hand. The checks that every
+stage makes first (`preflight` and its parts) are offered here too.
+"""
 
 import os
-import sys
 from dataclasses import replace
-from pathlib import Path
 
-import psutil
-import torch
+from omegaconf import OmegaConf
 
 from dflash_train import cli
-from dflash_train.config import PlanRun, Run
+from dflash_train.config import DrafterConfig, HardwareConfig, PlanRun, TargetConfig
+from dflash_train.drafter.resolve import resolve_drafter
+from dflash_train.planning import fit, machine, tables
+from dflash_train.planning.memory import ITEM_BYTES
+from dflash_train.planning.preflight import (
+    check_device,
+    check_disk,
+    check_file,
+    check_gpu_memory,
+    check_memory,
+    check_store,
+    preflight,
+)
+from dflash_train.planning.shapes import (
+    TargetSizes,
+    drafter_parameters,
+    sizes_from_files,
+    target_parameters,
+    target_sizes,
+)
 from dflash_train.store import STORES, budget
+from dflash_train.target.base import default_layer_ids
 from dflash_train.util.checks import Check
-from dflash_train.util.device import cuda_problem, pick_device
 from dflash_train.util.errors import UserError
-from dflash_train.util.io import free_bytes, human_bytes, read_json
+from dflash_train.util.io import human_bytes, read_json
 from dflash_train.util.log import say, table
 
+__all__ = [
+    "Check", "check_device", "check_disk", "check_file", "check_gpu_memory", "check_memory", "check_store", "main",
+    "preflight",
+]  # fmt: skip
 
-def preflight(run: Run, checks: list[Check], todo: list[str]) -> None:
-    """Print what the stage will do and whether it can; exit 2 when something is missing, 0 after a dry run."""
-    for line in todo:
+
+def main(run: PlanRun) -> None:
+    """Print what the run will take."""
+    run = replace(run, hardware=pick_machine(run.hardware), target=known_sizes(run.target))
+    say_machine(run.hardware)
+    sizes, unknown = target_sizes(run.target)
+    if sizes is None:
+        say(f"target {run.target.name}: memory and time are unknown until {', '.join(unknown)} are given, or "
+            "target.path is a folder with a config.json")  # fmt: skip
+        return
+    run = replace(run, drafter=resolved_drafter(run, sizes))
+    say_models(run, sizes)
+    show_memory(run, sizes)
+    show_rounds(run, sizes)
+    show_work(run, sizes)
+    if not run.dry_run:
+        say("next: " + cli.next_command("mix", run))
+
+
+# ---------------------------------------------------------------- what is planned for
+
+
+def profiles() -> list[HardwareConfig]:
+    """Every machine of conf/hardware that names a GPU."""
+    base = OmegaConf.load(cli.CONF_DIR / "hardware" / "base.yaml")
+    found = []
+    for path in sorted((cli.CONF_DIR / "hardware").glob("*.yaml")):
+        own = OmegaConf.load(path)
+        if path.stem != "base" and own.get("gpu"):
+            own.pop("defaults")
+            found.append(OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(HardwareConfig), base, own)))
+    return found
+
+
+def pick_machine(hardware: HardwareConfig) -> HardwareConfig:
+    """hardware=auto becomes the machine at hand; a profile stays as it is, whatever runs here."""
+    if hardware.device == "cpu":
+        return machine.with_host_memory(replace(hardware, num_gpus=0))
+    if hardware.name != "auto":
+        return hardware
+    return machine.detect(hardware, profiles(), machine.gpus_at_hand())
+
+
+def known_sizes(target: TargetConfig) -> TargetConfig:
+    """With what a config.json at hand says; a target that is only a name on the hub stays as its YAML has it."""
+    path = os.path.expanduser(target.path or "")
+    if not path or not os.path.isfile(os.path.join(path, "config.json")):
+        return target
+    from dflash_train.target.files import read_config  # here: every stage imports this file, few need transformers
+
+    return sizes_from_files(target, read_config(target).get_text_config().to_dict())
+
+
+def resolved_drafter(run: PlanRun, sizes: TargetSizes) -> DrafterConfig:
+    """With every null taken from the target. Raises UserError for a drafter made for another one."""
+    taps = run.extract.layer_ids or run.drafter.target_layer_ids
+    taps = taps or default_layer_ids(sizes.num_layers, run.extract.num_taps)
+    mask = run.target.mask_token_id
+    if mask is None:
+        mask = run.drafter.mask_token_id or 0  # no size follows from it
+    shape = sizes.shape
+    text = {
+        "hidden_size": sizes.hidden_size, "vocab_size": sizes.vocab_size, "num_hidden_layers": sizes.num_layers,
+        "num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads, "head_dim": shape.head_dim,
+        "intermediate_size": shape.intermediate_size or None, "rope_theta": 1.0,  # nor from this
+        "max_position_embeddings": run.target.max_context or run.context,
+    }  # fmt: skip
+    return resolve_drafter(run.drafter, text, taps, mask)
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def say_machine(hardware: HardwareConfig) -> None:
+    show = lambda value, text: "unknown" if value is None else text(value)
+    count = f"{hardware.num_gpus or 1}x " if hardware.num_gpus != 0 else ""
+    features = [f"SM {hardware.compute_capability}"] if hardware.compute_capability else []
+    features += [f"FlashAttention {hardware.flash_attention}"] if hardware.flash_attention else []
+    features += ["fp8" if hardware.fp8 else "no fp8"] if hardware.fp8 is not None else []
+    features += [hardware.interconnect] if hardware.interconnect and hardware.num_gpus != 1 else []
+    say(f"machine {hardware.name}: {count}{show(hardware.memory_bytes, human_bytes)}, "
+        f"{show(hardware.bandwidth, lambda v: f'{v / 1e12:.2f} TB/s')}, "
+        f"{show(hardware.bf16_flops, lambda v: f'{v / 1e12:.0f} TFLOP/s bf16')}"
+        f"{f' ({hardware.rates})' if hardware.rates else ''}{''.join(f', {name}' for name in features)}")  # fmt: skip
+    missing = [f"hardware.{key}" for key in ("memory_bytes", "bandwidth", "bf16_flops") if vars(hardware)[key] is None]
+    if missing:
+        say(f"  unknown, so what follows from it is too: {', '.join(missing)}; give them, or hardware=<profile>")
+
+
+def say_models(run: PlanRun, sizes: TargetSizes) -> None:
+    """One line each. Raises UserError when the YAML's count of parameters is not what its layers have."""
+    count, told = target_parameters(sizes), run.target.num_parameters
+    if told is not None and told != count:
+        raise UserError("target.num_parameters", got=f"{told:,}", want=f"{count:,}, as the target's shape gives it",
+                        fix=f"target.num_parameters={count}, or correct target.shape")  # fmt: skip
+    linear = sizes.shape.num_linear_layers
+    layers = f"{sizes.num_layers} layers" + (f" ({linear} Gated DeltaNet, {sizes.num_full_layers} full)" * bool(linear))
+    say(f"target {run.target.name}: {count:,} parameters, {human_bytes(count * ITEM_BYTES[run.target.dtype])} as "
+        f"{run.target.dtype}; {layers}")  # fmt: skip
+    own = sum(drafter_parameters(run.drafter).values())
+    say(f"drafter {run.drafter.name}: {own:,} parameters, {human_bytes(own * 2)} as bfloat16; {run.drafter.num_layers} "
+        f"layers, B={run.drafter.block_size}, taps {run.drafter.target_layer_ids}")  # fmt: skip
+
+
+def show_memory(run: PlanRun, sizes: TargetSizes) -> None:
+    problem, hardware = fit.Problem(run, sizes), run.hardware
+    fits = fit.all_fits(run, sizes)
+    usable = "unknown" if problem.usable is None else f"{problem.usable / 1e9:.1f}"
+    where = "in memory" if hardware.num_gpus == 0 else "per GPU"
+    spread = f"; target over {problem.gpus_per_copy} GPUs" * (problem.gpus_per_copy > 1)
+    table(f"memory: GB {where}, {usable} usable{spread}; eval at context {run.context:,}, tree {run.budget}",
+          tables.memory_columns(), tables.memory_rows(fits))  # fmt: skip
+    for line in tables.fix_lines(fits):
         say(line)
-    rows = [[c.name, "ok" if c.ok else "MISSING", c.detail, "" if c.ok else c.fix] for c in checks]
-    table(f"{run.stage}: what it needs", ["need", "", "found", "fix"], rows)
-    if not all(check.ok for check in checks):
-        say(f"{run.stage} was not started: {sum(not check.ok for check in checks)} need(s) above are missing.")
-        sys.exit(2)
-    if run.dry_run:
-        say("dry_run: everything is there; nothing was done.")
-        sys.exit(0)
+    say("offload: what DeepSpeed would leave on the GPU with the optimizer on the host; no key of this version sets it")
 
 
-def check_file(name: str, path: str | Path, fix: str) -> Check:
-    """An input that an earlier stage writes."""
-    exists = Path(path).exists()
-    return Check(name, exists, str(path) if exists else f"{path} does not exist", fix)
+def show_rounds(run: PlanRun, sizes: TargetSizes) -> None:
+    problem = fit.Problem(run, sizes)
+    found = tables.rounds(run, problem)
+    if found is None:
+        say("time of a round: unknown until hardware.bandwidth and hardware.bf16_flops are given")
+        return
+    ways = problem.gpus_per_copy
+    columns, rows = tables.round_table(found, ways)
+    table(f"a round at context {run.context:,}, at best (bandwidth, FLOPs), and its speedup by acceptance length",
+          columns, rows)  # fmt: skip
+    if ways > 1:
+        say(f"verify: layers spread over {ways} GPUs, as this version does; TP {ways}: all of them at once, from which "
+            "the speedups are")  # fmt: skip
+    launch_ms = 1000 * run.assume.launch_s_per_layer * sizes.num_layers
+    say(f"until the target runs under CUDA graphs a pass takes about {launch_ms:.0f} ms, whatever it verifies "
+        "(assume.launch_s_per_layer)")  # fmt: skip
 
 
-def check_disk(path: str | Path, need_bytes: int, fix: str = "free some space, or choose another folder") -> Check:
-    free = free_bytes(path)
-    detail = f"{human_bytes(free)} free at {path}, {human_bytes(need_bytes)} needed"
-    return Check("disk", free >= need_bytes, detail, fix)
-
-
-def check_memory(need_bytes: int) -> Check:
-    available = psutil.virtual_memory().available
-    return Check("memory", available >= need_bytes,
-                 f"{human_bytes(available)} available, about {human_bytes(need_bytes)} needed",
-                 "close other programs, or use a smaller model or batch")  # fmt: skip
-
-
-def check_store(store) -> Check:
-    """The store (store.base.ObjectStore) exists and takes our writes."""
-    try:
-        store.check()
-    except UserError as error:
-        return Check("store", False, f"{error.field}: {error.got}", error.fix or f"want: {error.want}")
-    return Check("store", True, store.url)
-
-
-def check_device(run: Run) -> Check:
-    """The wished device works. A CPU is fine unless hardware.device=cuda."""
-    problem = cuda_problem() if run.hardware.device != "cpu" else None
-    if run.hardware.device == "cpu" or (problem and run.hardware.device == "auto"):
-        return Check("device", True, f"CPU, {os.cpu_count()} cores" + (f" ({problem})" if problem else ""))
-    return Check("device", problem is None, problem or "GPU", "hardware=cpu")
-
-
-def check_gpu_memory(run: Run, need_bytes: int, fix: str) -> list[Check]:
-    """One row where a GPU will be used, none elsewhere."""
-    if run.hardware.device == "cpu" or cuda_problem():
-        return []
-    total = torch.cuda.mem_get_info(pick_device(run.hardware.device))[1]
-    return [Check("GPU memory", total >= need_bytes,
-                  f"{human_bytes(total)} on the card, about {human_bytes(need_bytes)} needed", fix)]  # fmt: skip
-
-
-# ---------------------------------------------------------------- the command
+def show_work(run: PlanRun, sizes: TargetSizes) -> None:
+    """Hours and money, then whether the store holds the shards."""
+    samples, why = planned_samples(run)
+    if samples is None:
+        say(f"storage, hours and cost: {why}; samples=N would tell")
+        return
+    store = run.store
+    per_token = budget.row_bytes(sizes.hidden_size, len(run.drafter.target_layer_ids), store)
+    tokens = samples * run.tokens_per_sample
+    total = int(per_token * tokens)
+    say(budget.storage_line(sizes.hidden_size, len(run.drafter.target_layer_ids), store, samples, int(tokens)))
+    found = tables.works(run, sizes, samples, per_token)
+    table(f"hours on {max(1, run.hardware.num_gpus or 1)} device(s): {samples:,} samples ({why}), {run.train.epochs:g} epochs", ["stage", "work", "rate", "hours", "USD", "store", "bound by"],
+          tables.work_rows(run, found, total, per_token))  # fmt: skip
+    keep = tables.cost.storage_usd(total, run.assume.usd_per_gb_month, run.assume.months)
+    say(
+        f"storage: {keep:,.0f} USD for {run.assume.months:g} month(s) at {run.assume.usd_per_gb_month:g} USD a GB-month"
+    )
+    opened = cli.plugin(STORES, store.kind, "store.kind").open_store(store, run.store_name)
+    limit = budget.max_bytes(store, opened, present_bytes=0)
+    ways_out = budget.too_much(total, limit)
+    verdict = f"does not fit: {ways_out}" if ways_out else "fits"
+    say(f"room: {human_bytes(limit[0])} at {opened.url} ({limit[1]}): {verdict}")
 
 
 def planned_samples(run: PlanRun) -> tuple[int | None, str]:
@@ -93,69 +217,6 @@ def planned_samples(run: PlanRun) -> tuple[int | None, str]:
     if takes and None not in takes:
         return min(sum(takes), run.limit or sum(takes)), "the sources' takes"
     return None, "unknown until the mix is made"
-
-
-def drafter_parameters(run: PlanRun) -> int | None:
-    """Parameters of the drafter, or None where its sizes follow a target that is not known yet."""
-    needed = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "target_hidden_size")
-    sizes = replace(run.drafter, target_hidden_size=run.drafter.target_hidden_size or run.target.hidden_size)
-    if any(getattr(sizes, name) is None for name in needed):
-        return None
-    if sizes.target_layer_ids is None:
-        sizes = replace(sizes, target_layer_ids=run.extract.layer_ids or list(range(run.extract.num_taps)))
-    from dflash_train.drafter.dflash import DFlashDrafter  # here: every stage imports this file, few need the model
-
-    with torch.device("meta"):
-        return sum(p.numel() for p in DFlashDrafter(sizes).parameters())
-
-
-def plan_rows(run: PlanRun) -> list[list[str]]:
-    """The table: [what, how much, how it follows]."""
-    target, parameters = run.target, drafter_parameters(run)
-    rows = []
-    if target.num_parameters:
-        size = target.num_parameters * {"bfloat16": 2, "float32": 4}[target.dtype]
-        rows.append(["target", f"{target.num_parameters:,} parameters", f"{human_bytes(size)} as {target.dtype}"])
-    if parameters:
-        rows.append(["drafter", f"{parameters:,} parameters", f"{human_bytes(parameters * 2)} as bfloat16"])
-    else:
-        rows.append(["drafter", "follows the target", "its sizes are null: known once a store exists"])
-    if not target.hidden_size:
-        return [*rows, ["storage", "unknown", "target.hidden_size is null: known once the target is there"]]
-    return rows + storage_rows(run)
-
-
-def storage_rows(run: PlanRun) -> list[list[str]]:
-    """Bytes a token, a sample and in all, and whether the local disk holds them."""
-    target, store = run.target, run.store
-    layers = len(run.extract.layer_ids or range(run.extract.num_taps))
-    per_token = budget.row_bytes(target.hidden_size, layers, store)
-    last = " + last hidden" if store.last_hidden else ""
-    how = f"{layers} layers x {target.hidden_size} x {store.dtype}{last}"
-    rows = [["hidden rows", f"{per_token:,} B a token", how]]
-    samples, why = planned_samples(run)
-    if samples is None:
-        return [*rows, ["storage", "unknown", why]]
-    tokens = samples * run.tokens_per_sample
-    total = int(per_token * tokens)
-    shards = max(1, round(total / store.shard_bytes))
-    rows.append(["tokens", f"{tokens:,.0f}", f"{samples:,} samples ({why}) x {run.tokens_per_sample:g}"])
-    rows.append(["storage", human_bytes(total), f"{human_bytes(per_token * run.tokens_per_sample)} a sample, "
-                 f"{shards:,} shards of {human_bytes(store.shard_bytes)}"])  # fmt: skip
-    opened = cli.plugin(STORES, store.kind, "store.kind").open_store(store, run.store_name)
-    limit = budget.max_bytes(store, opened, present_bytes=0)
-    ways_out = budget.too_much(total, limit)
-    verdict = f"does not fit: {ways_out}" if ways_out else "fits"
-    rows.append(["room", f"{human_bytes(limit[0])} at {opened.url} ({limit[1]})", verdict])
-    return rows
-
-
-def main(run: PlanRun) -> None:
-    """Print what the run will take."""
-    table(f"plan: {run.data.name} on {run.target.name}", ["what", "how much", "how"], plan_rows(run))
-    if run.dry_run:
-        return
-    say("next: " + cli.next_command("mix", run))
 
 
 if __name__ == "__main__":

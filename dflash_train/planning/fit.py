@@ -1,0 +1,213 @@
+"""What lies on a GPU at once in each stage, whether it fits, and which key would make it fit."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from dflash_train.config import PlanRun
+from dflash_train.planning import memory
+from dflash_train.planning.shapes import TargetSizes, layers_parameters, table_parameters, target_parameters
+
+PARTS = ("weights", "KV", "state", "stash", "drafter", "optimizer", "activations", "logits")
+SPREAD_ABOVE = 0.9
+"""Share of a GPU's memory above which the target's weights are spread over all visible GPUs, as `target=hf` does."""
+MOST_GPUS = 8
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One row: bytes per GPU by part, at the moment of the peak, and what can be used of the GPU (None = unknown)."""
+
+    name: str
+    parts: dict[str, int]
+    usable: int | None
+    fixes: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.usable is None else self.total <= self.usable
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything the parts follow from. run: with a resolved drafter and a machine; offload: optimizer on the host."""
+
+    run: PlanRun
+    sizes: TargetSizes
+    offload: bool = False
+
+    @property
+    def item(self) -> int:
+        return memory.ITEM_BYTES[self.run.target.dtype]
+
+    @property
+    def world(self) -> int:
+        return max(1, self.run.hardware.num_gpus or 1)
+
+    @property
+    def usable(self) -> int | None:
+        hardware = self.run.hardware
+        return None if hardware.memory_bytes is None else hardware.memory_bytes - hardware.reserve_bytes
+
+    @property
+    def gpus_per_copy(self) -> int:
+        """GPUs that hold one copy of the target."""
+        total = self.run.hardware.memory_bytes
+        weights = target_parameters(self.sizes) * self.item
+        return self.world if total is not None and weights > SPREAD_ABOVE * total else 1
+
+    @property
+    def copies(self) -> int:
+        return self.world // self.gpus_per_copy
+
+
+def target_weights(problem: Problem) -> int:
+    """Of the fullest GPU: everything, or its share of the layers and one of the two tables."""
+    ways, sizes = problem.gpus_per_copy, problem.sizes
+    if ways == 1:
+        return target_parameters(sizes) * problem.item
+    return (layers_parameters(sizes) // ways + table_parameters(sizes)) * problem.item
+
+
+def regenerate_parts(problem: Problem) -> dict[str, int]:
+    """A batch of answers grown to their full length, by the library's own generate: keys and values of one layer are
+    copied when a token is added, and repeated for all heads under the mask of left padding."""
+    run, sizes, item, ways = problem.run, problem.sizes, problem.item, problem.gpus_per_copy
+    answers, prompt = run.data.answers, int(run.assume.prompt_tokens)
+    cache = memory.kv_bytes(sizes, answers.batch_size * (prompt + answers.max_new_tokens), item)
+    repeated = cache // max(1, sizes.num_full_layers) * (1 + sizes.shape.num_heads // sizes.shape.num_kv_heads)
+    prefill = memory.working_bytes(sizes, answers.batch_size * prompt, item)
+    state = memory.recurrent_bytes(sizes) + memory.conv_bytes(sizes, sizes.shape.conv_kernel, item)
+    return {
+        "weights": target_weights(problem), "KV": cache // ways, "state": answers.batch_size * state // ways,
+        "activations": max(repeated, prefill), "logits": answers.batch_size * sizes.vocab_size * (item + 8),
+    }  # fmt: skip
+
+
+def extract_parts(problem: Problem) -> dict[str, int]:
+    """One capture pass over a full batch."""
+    run = problem.run
+    taps = len(run.drafter.target_layer_ids)
+    peak = memory.capture_bytes(problem.sizes, run.extract.batch_tokens, taps, run.store.last_hidden, problem.item)
+    return {"weights": target_weights(problem), "activations": peak}
+
+
+def eval_parts(problem: Problem) -> dict[str, int]:
+    """One sequence of `context` tokens, a tree of `budget` nodes beside its root, and the drafter on the first GPU."""
+    run, sizes, item, ways = problem.run, problem.sizes, problem.item, problem.gpus_per_copy
+    nodes, taps = run.budget + 1, len(run.drafter.target_layer_ids)
+    capacity = run.context + nodes
+    cache = memory.kv_bytes(sizes, capacity, item)
+    logits = nodes * sizes.vocab_size * (item + 4)
+    prefill = memory.capture_bytes(sizes, run.context, taps, False, item)
+    drafter = memory.all_drafter_parameters(run.drafter) * item
+    return {
+        "weights": target_weights(problem), "KV": cache // ways,
+        "state": (memory.session_bytes(sizes, capacity, item) - cache) // ways,
+        "stash": memory.pending_bytes(sizes, nodes, item) // ways,
+        "drafter": drafter + memory.draft_cache_bytes(run.drafter, capacity, item),
+        "activations": max(prefill, memory.verify_bytes(sizes, nodes, taps, item) - logits), "logits": logits,
+    }  # fmt: skip
+
+
+def train_parts(problem: Problem) -> dict[str, int]:
+    """The frozen tables, ZeRO's share of the states, one micro-batch's activations and one chunk of the loss, or the
+    step's own copy where that is more. bfloat16 on a GPU runs block masks; elsewhere they are dense."""
+    run, drafter, train = problem.run, problem.run.drafter, problem.run.train
+    item = memory.ITEM_BYTES[train.dtype]
+    states = memory.zero_states(memory.all_drafter_parameters(drafter), run.zero.stage, problem.world, item,
+                                problem.offload)  # fmt: skip
+    dense = train.attention == "sdpa" or run.hardware.num_gpus == 0
+    rows = train.micro_batch * (
+        memory.activation_bytes(drafter, train.row_tokens, train.num_anchors, item)
+        + memory.mask_bytes(drafter, train.row_tokens, train.num_anchors, dense)
+    )
+    chunk_blocks = min(train.head_chunk_blocks, train.micro_batch * train.num_anchors)
+    logits = memory.logits_chunk_bytes(drafter, chunk_blocks, item, train.loss == "kl")
+    backward = train.micro_batch * memory.backward_bytes(drafter, train.num_anchors, item)
+    return {
+        "weights": memory.head_bytes(drafter, bool(problem.sizes.shape.tied), item),
+        "drafter": states.weights + states.gradients, "optimizer": states.optimizer,
+        "activations": max(rows, states.step - logits, rows + backward - logits), "logits": logits,
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------- what would help
+
+
+def with_key(run: PlanRun, key: str, value: object) -> PlanRun:
+    """A copy of the run with one dotted key set."""
+    head, _, rest = key.partition(".")
+    return replace(run, **{head: with_key(getattr(run, head), rest, value) if rest else value})
+
+
+def halvings(value: int, least: int) -> Iterator[int]:
+    while value // 2 >= least:
+        value //= 2
+        yield value
+
+
+def knobs(stage: str, run: PlanRun) -> dict[str, list[object]]:
+    """Key -> values that need less memory, gentlest first, for a stage."""
+    gpus = run.hardware.num_gpus or 0
+    more = {"hardware.num_gpus": [n for n in (2, 4, 8) if gpus < n <= MOST_GPUS] if gpus else []}
+    if stage == "regenerate":
+        answers = run.data.answers
+        return {"data.answers.batch_size": list(halvings(answers.batch_size, 1)),
+                "data.answers.max_new_tokens": list(halvings(answers.max_new_tokens, 512)), **more}  # fmt: skip
+    if stage == "extract":
+        return {"extract.batch_tokens": list(halvings(run.extract.batch_tokens, run.extract.max_tokens)), **more}
+    if stage == "eval":
+        return {"budget": list(halvings(run.budget, 15)), "context": list(halvings(run.context, 512)), **more}
+    train = run.train
+    return {"zero.stage": list(range(run.zero.stage + 1, 4)),
+            "train.micro_batch": list(halvings(train.micro_batch, 1)),
+            "train.head_chunk_blocks": list(halvings(train.head_chunk_blocks, 8)),
+            "train.num_anchors": list(halvings(train.num_anchors, 64)), **more}  # fmt: skip
+
+
+STAGES: dict[str, Callable[[Problem], dict[str, int]]] = {
+    "regenerate": regenerate_parts,
+    "extract": extract_parts,
+    "eval": eval_parts,
+    "train": train_parts,
+}
+
+
+def fixes(stage: str, problem: Problem, most: int = 2) -> tuple[str, ...]:
+    """Up to `most` keys, each of which alone makes the stage fit; else all of them turned down together."""
+    if problem.usable is None:
+        return ()
+    total = lambda run: sum(STAGES[stage](replace(problem, run=run)).values())
+    found, together, spelled = [], problem.run, []
+    for key, values in knobs(stage, problem.run).items():
+        for value in values:
+            if total(with_key(problem.run, key, value)) <= problem.usable:
+                found.append(f"{key}={value}")
+                break
+        if values:
+            together = with_key(together, key, values[-1])
+            spelled.append(f"{key}={values[-1]}")
+    if found:
+        return tuple(found[:most])
+    return (" ".join(spelled),) if spelled and total(together) <= problem.usable else ()
+
+
+def fit(stage: str, problem: Problem, name: str | None = None) -> Fit:
+    """The row of a stage, with fixes where it does not fit."""
+    row = Fit(name or stage, STAGES[stage](problem), problem.usable)
+    return row if row.fits is not False else replace(row, fixes=fixes(stage, problem))
+
+
+def all_fits(run: PlanRun, sizes: TargetSizes) -> list[Fit]:
+    """regenerate, extract, eval, and train at every ZeRO stage with the optimizer on the GPU and on the host."""
+    problem = Problem(run, sizes)
+    rows = [fit(stage, problem) for stage in ("regenerate", "extract", "eval")]
+    for offload in (False, True):
+        for stage in (1, 2, 3):
+            here = replace(problem, run=with_key(run, "zero.stage", stage), offload=offload)
+            rows.append(fit("train", here, f"train zero{stage}" + (" offload" if offload else "")))
+    return rows
