@@ -8,7 +8,7 @@
 """
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -26,6 +26,7 @@ from dflash_train.data.chat import RenderDrop, Renderer
 from dflash_train.decode import PROPOSERS
 from dflash_train.decode.base import DraftSettings, Proposer
 from dflash_train.decode.generate import generate
+from dflash_train.decode.replay import record, replay, write_answers
 from dflash_train.decode.shuffle import ShuffledFeatures
 from dflash_train.decode.verify import Sampling, Verifier
 from dflash_train.drafter.dflash import DFlashDrafter, init_weights
@@ -85,7 +86,7 @@ class Parts:
 
 def preflight(run: EvalRun) -> None:
     """The table of needs; exits 2 when one is missing, before any download."""
-    weights = cli.plugin(TARGETS, run.target.kind, "target.kind").weights(target_config(run))
+    weights = cli.plugin(TARGETS, run.target.kind, "target.kind").weights(run.eval_target)
     checks = [plan.Check(f"target {run.target.name}", weights.ok, weights.detail, weights.fix)]
     drafter_bytes = 0
     if run.eval.method != "autoregressive":
@@ -96,7 +97,7 @@ def preflight(run: EvalRun) -> None:
         except UserError as error:
             checks.append(plan.Check("drafter", False, str(error.got), error.fix or f"want: {error.want}"))
     checks += [check_task(run, task) for task in run.eval.tasks]
-    scale = 2 if dtype_of(run) == "float32" else 1
+    scale = 2 if run.dtype == "float32" else 1
     need_bytes = int(1.2 * scale * (weights.num_bytes + drafter_bytes)) + 500_000_000
     checks += [plan.check_device(run), plan.check_memory(need_bytes),
                *plan.check_gpu_memory(run, need_bytes, "eval.dtype=bfloat16, a smaller target, or hardware=cpu"),
@@ -104,8 +105,8 @@ def preflight(run: EvalRun) -> None:
     names = [method.name for method in methods_of(run.eval)]
     plan.preflight(run, checks, [
         f"eval: {', '.join(names)} on {', '.join(run.eval.tasks)} "
-        f"({num_prompts(run) or 'all'} prompts a task, up to {run.eval.max_new_tokens} new tokens each), "
-        f"target {run.target.name} in {dtype_of(run)}; report under {report_folder(run, None)}"
+        f"({run.num_prompts or 'all'} prompts a task, up to {run.eval.max_new_tokens} new tokens each), "
+        f"target {run.target.name} in {run.dtype}; report under {report_folder(run, None)}"
     ])  # fmt: skip
 
 
@@ -117,30 +118,10 @@ def check_task(run: EvalRun, task: str) -> plan.Check:
         here = wheel_dir(package, version).is_dir()
         return plan.Check(name, True, f"{package} {version}" + ("" if here else " (pip will download it, a few MB)"))
     if task == "heldout":
-        return plan.check_file(name, heldout_path(run), cli.next_command("regenerate", run))
+        return plan.check_file(name, run.heldout_path, cli.next_command("regenerate", run))
     if task.startswith("file:"):
         return plan.check_file(name, Path(task.removeprefix("file:")).expanduser(), "name an existing file")
     return plan.Check(name, False, "no such task", " | ".join(EXISTING))
-
-
-def heldout_path(run: EvalRun) -> Path:
-    """Held-out rows with the target's answers where there are some (those that were kept), else as they were mixed."""
-    answered = run.answers_dir / "heldout.jsonl"
-    return answered if answered.exists() else run.mix_dir / "heldout.jsonl"
-
-
-def num_prompts(run: EvalRun) -> int | None:
-    """Prompts per task: the smaller of eval.num_prompts and limit."""
-    return min((n for n in (run.eval.num_prompts, run.limit) if n is not None), default=None)
-
-
-def dtype_of(run: EvalRun) -> str:
-    return run.eval.dtype or run.target.dtype
-
-
-def target_config(run: EvalRun):
-    """The target, in eval.dtype when that is given."""
-    return replace(run.target, dtype=dtype_of(run))
 
 
 def weight_files(checkpoint: Path) -> list[Path]:
@@ -162,19 +143,19 @@ def report_folder(run: EvalRun, checkpoint: Path | None) -> Path:
 def load_parts(run: EvalRun) -> Parts:
     """Files, drafter, prompts, then the target. Raises UserError for a drafter of another target before that."""
     module = cli.plugin(TARGETS, run.target.kind, "target.kind")
-    files = module.prepare(target_config(run))
+    files = module.prepare(run.eval_target)
     renderer = Renderer(files.tokenizer)
     checkpoint = None
     if run.eval.method != "autoregressive":
         checkpoint = find_checkpoint(run.eval.checkpoint, run.checkpoints_dir)
         record = read_record(checkpoint)
-        drafter, config = load_drafter(checkpoint, run.drafter, dtype=getattr(torch, dtype_of(run)))
+        drafter, config = load_drafter(checkpoint, run.drafter, dtype=getattr(torch, run.dtype))
         check_drafter(config, record, files, renderer, thinking=run.eval.thinking,
                       mask_token_id=run.target.mask_token_id, allow_mismatch=run.eval.allow_mismatch)  # fmt: skip
     prompts = []
     for task in run.eval.tasks:
-        prompts += load_task(task, num_prompts=num_prompts(run), seed=run.eval.seed, heldout_path=heldout_path(run))
-    target = module.load(target_config(run), run.hardware)
+        prompts += load_task(task, num_prompts=run.num_prompts, seed=run.eval.seed, heldout_path=run.heldout_path)
+    target = module.load(run.eval_target, run.hardware)
     parts = Parts(run, files, renderer, prompts, target, checkpoint)
     if checkpoint is not None:
         parts.drafter, parts.drafter_record, parts.head = drafter.to(target.device).eval(), record, target.head()
@@ -230,6 +211,9 @@ def compare(parts: Parts, methods: list[Method]) -> list[MethodResult]:
     run = parts.run
     proposers = {method.name: make_proposer(parts, method) for method in methods}
     results = {method.name: MethodResult(method.name, method.kind, settings_of(run, method)) for method in methods}
+    if run.eval.replay:
+        replay_turns(parts, proposers, results)
+        return list(results.values())
     warm_up_ids = Conversation(parts.prompts[0], run.eval.thinking, parts.renderer).ask(0)
     for proposer in proposers.values():
         generate(parts.target, proposer, make_verifier(run), warm_up_ids, min(WARM_UP_TOKENS, run.eval.max_new_tokens))
@@ -247,18 +231,49 @@ def hold_conversation(parts: Parts, proposer: Proposer, prompt: EvalPrompt) -> l
     """All turns of one prompt; a later turn that cannot be asked ends it (the same for all methods when greedy)."""
     conversation, answers = Conversation(prompt, parts.run.eval.thinking, parts.renderer), []
     for turn in range(len(prompt.turns)):
-        try:
-            ids = conversation.ask(turn)
-        except RenderDrop:
-            ids = []
-        if not 0 < len(ids) <= room(parts):
-            parts.skipped[f"{prompt.task}: later turn"] += 1
+        ids = next_question(parts, conversation, turn)
+        if not ids:
             break
         verifier = make_verifier(parts.run, prompt.task, prompt.id, turn)
         generation = generate(parts.target, proposer, verifier, ids, parts.run.eval.max_new_tokens)
         conversation.answer(generation.token_ids)
         answers.append(PromptResult(prompt.task, prompt.id, turn, generation))
     return answers
+
+
+def replay_turns(parts: Parts, proposers: dict[str, Proposer], results: dict[str, MethodResult]) -> None:
+    """Every method's rounds on answers that the target writes first, turn by turn (eval.replay)."""
+    config, turn = parts.run.eval, 0
+    open_conversations = [Conversation(prompt, config.thinking, parts.renderer) for prompt in parts.prompts]
+    progress = Progress("eval", sum(len(prompt.turns) for prompt in parts.prompts), "answers")
+    while open_conversations:
+        asked = [(c, ids) for c in open_conversations if (ids := next_question(parts, c, turn))]
+        answers = write_answers(parts.target, [ids for _, ids in asked], sampling_of(parts.run),
+                                max_new_tokens=config.max_new_tokens, batch_size=config.replay_batch_size,
+                                seed=stable_hash("replay", config.seed, turn) % (1 << 31))  # fmt: skip
+        for (conversation, ids), answer in zip(asked, answers, strict=True):
+            conversation.answer(answer)
+            prompt = conversation.prompt
+            features = next(iter(proposers.values())).features
+            recording = record(parts.target, ids, answer, features)
+            for name, proposer in proposers.items():
+                generation = replay(recording, proposer, config.max_new_tokens)
+                results[name].results.append(PromptResult(prompt.task, prompt.id, turn, generation))
+            progress.update(tokens=len(answer))
+        turn += 1
+        open_conversations = [c for c, _ in asked if turn < len(c.prompt.turns)]
+    progress.close()
+
+
+def next_question(parts: Parts, conversation: Conversation, turn: int) -> list[int]:
+    """Prompt ids of the turn, [] (and counted) where it cannot be asked."""
+    try:
+        ids = conversation.ask(turn)
+    except RenderDrop:
+        ids = []
+    fits = 0 < len(ids) <= room(parts)
+    parts.skipped[f"{conversation.prompt.task}: later turn"] += not fits
+    return ids if fits else []
 
 
 def make_verifier(run: EvalRun, *key: object) -> Verifier:
@@ -281,13 +296,15 @@ def make_report(parts: Parts, results: list[MethodResult]) -> dict:
     run, spec = parts.run, parts.files.spec
     counts = Counter(prompt.task for prompt in parts.prompts)
     facts = {
-        "target": f"{spec.name} (fingerprint {spec.fingerprint[:16]}) in {dtype_of(run)}",
+        "target": f"{spec.name} (fingerprint {spec.fingerprint[:16]}) in {run.dtype}",
         "drafter": drafter_fact(parts),
         "prompts": ", ".join(f"{task} {count}" for task, count in counts.items()),
         "decoding": f"{decoding_fact(run)}, up to {run.eval.max_new_tokens} new tokens, thinking {run.eval.thinking}, "
                     f"seed {run.eval.seed}",
         "device": f"{device_name(parts.target.device)}, torch {torch.__version__}",
-        "speedup": "against our own autoregressive loop in the same process, interleaved prompt by prompt",
+        "speedup": "none: rounds are replayed on answers the target wrote in batches of "
+                   f"{run.eval.replay_batch_size}" if run.eval.replay else
+                   "against our own autoregressive loop in the same process, interleaved prompt by prompt",
     }  # fmt: skip
     if skipped := {reason: count for reason, count in parts.skipped.items() if count}:
         facts["skipped"] = str(skipped)
@@ -298,7 +315,7 @@ def make_report(parts: Parts, results: list[MethodResult]) -> dict:
         drafter={"path": str(parts.checkpoint), "sha256": digests} if parts.checkpoint else None,
         layer_ids=parts.drafter.config.target_layer_ids if parts.drafter else [], torch=torch.__version__,
     )  # fmt: skip
-    return reports.build_report(results, provenance=record, facts=facts, dtype=dtype_of(run),
+    return reports.build_report(results, provenance=record, facts=facts, dtype=run.dtype,
                                 max_margin=run.eval.max_margin, seed=run.eval.seed)  # fmt: skip
 
 

@@ -67,6 +67,25 @@ def make_run(place, *overrides, method="dflash"):
         return cli.build_run("eval", compose("eval", [*given, *overrides]))
 
 
+def test_a_replay_reports_decodings_rounds_and_no_speed(place, capsys):
+    """Acceptance of every method, both turns, equals real decoding's; speed is left out."""
+    also = "eval.also=[ddtree:8,dflash:shuffle_features]"
+    assert eval.main(make_run(place, also)) == 0
+    real = json.loads(next((place / "eval").rglob("dflash.json")).read_text())
+    assert eval.main(make_run(place, also, "eval.replay=true", f"eval.output_dir={place / 'replay'}")) == 0
+    replayed = json.loads((place / "replay" / "dflash.json").read_text())
+    rows = lambda report: {(r["method"], r["id"], r["turn"]): (r["round_lengths"], r["draft_lengths"], r["stopped_by"])
+                           for r in report["answers"] if r["method"] != "autoregressive"}  # fmt: skip
+    assert rows(replayed) == rows(real) and len(rows(real)) == 9
+    assert [m["name"] for m in replayed["methods"]] == ["dflash", "ddtree-8", "dflash, shuffled rows"]
+    assert all(m["all"]["tokens_per_s"] is None and m["all"]["round_ms"] is None for m in replayed["methods"])
+    assert "replayed" in replayed["facts"]["speedup"] and replayed["comparisons"][0]["method"] == "ddtree-8"
+    with pytest.raises(UserError, match="rejection"):
+        make_run(place, "eval.replay=true", "eval.accept=rejection")
+    with pytest.raises(UserError, match="nothing to replay"):
+        make_run(place, "eval.replay=true", method="autoregressive")
+
+
 def test_a_run_reports_lossless_acceptance_and_names_the_next_command(place, capsys):
     """Trap 18: the drafter that learnt the first answer accepts whole blocks on it, through the stage itself."""
     assert eval.main(make_run(place)) == 0

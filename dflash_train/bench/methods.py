@@ -30,8 +30,8 @@ def method_of(config: EvalConfig) -> Method:
 
 
 def methods_of(config: EvalConfig) -> list[Method]:
-    """All that is measured side by side: the baseline, the method, and eval.also; each once."""
-    first = [Method("autoregressive")] if config.baseline else []
+    """All that is measured side by side: the baseline (a replay has none), the method, and eval.also; each once."""
+    first = [Method("autoregressive")] if config.baseline and not config.replay else []
     return list(dict.fromkeys([*first, method_of(config), *(parse_method(config, text) for text in config.also)]))
 
 

@@ -161,10 +161,11 @@ def tokens_per_s(results: Iterable[PromptResult]) -> float | None:
 
 
 def round_ms(results: Iterable[PromptResult]) -> dict[str, float] | None:
-    """Mean milliseconds of one counted round and of its parts: {"propose", "verify", "commit", "total"}."""
+    """Mean milliseconds of one counted round and of its parts: {"propose", "verify", "commit", "total"}. None without
+    a round, or where none was timed (a replay)."""
     generations = [result.generation for result in results]
     rounds = sum(len(g.round_lengths) for g in generations)
-    if not rounds:
+    if not rounds or not any(g.decode_s for g in generations):
         return None
     total = lambda name: 1000 * sum(getattr(g, f"{name}_s") for g in generations) / rounds
     return {"propose": total("propose"), "verify": total("verify"), "commit": total("commit"), "total": total("decode")}

@@ -29,6 +29,8 @@ class EvalConfig:
     max_margin: float = 0.25  # a first difference at a larger logit margin fails the run
     ablate: str = "none"  # none | shuffle_features | untrained
     also: list[str] = field(default_factory=list)  # more methods on the same prompts: dflash:untrained, ddtree:16, ...
+    replay: bool = False  # acceptance only, many times faster: rounds replayed on answers written in batches
+    replay_batch_size: int = 32
     allow_mismatch: bool = False  # also with another target's weights, template or thinking mode than it was trained on
     output_dir: str | None = None
 
@@ -44,6 +46,11 @@ class EvalConfig:
         require(self.max_new_tokens >= 2, "eval.max_new_tokens", got=self.max_new_tokens, want=">= 2")
         require(not (self.accept == "rejection" and self.method == "ddtree"), "eval.accept",
                 got="rejection with ddtree", want="sample (rejection is defined for chains)")  # fmt: skip
+        require(not (self.replay and self.accept == "rejection"), "eval.replay", got="true with accept=rejection",
+                want="accept=sample (rejection draws its tokens while it verifies)")  # fmt: skip
+        require(not (self.replay and self.method == "autoregressive"), "eval.replay", got="true with autoregressive",
+                want="a drafting method: there is nothing to replay")  # fmt: skip
+        require(self.replay_batch_size >= 1, "eval.replay_batch_size", got=self.replay_batch_size, want=">= 1")
 
 
 @dataclass
