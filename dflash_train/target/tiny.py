@@ -130,8 +130,8 @@ def tiny_model(options: Options):
     return model
 
 
-def draw_(name: str, parameter: torch.Tensor, hybrid: bool, generator: torch.Generator) -> None:
-    """Fill one parameter by the law of its kind."""
+def draw_(name: str, parameter: torch.Tensor, hybrid: bool, generator: torch.Generator, std: float = 0.15) -> None:
+    """Fill one parameter by the law of its kind; `std` is that of the matrices."""
     if name.endswith("A_log"):
         # The range a fresh Gated DeltaNet has, but evenly in log: else nearly every head forgets within a token.
         parameter.uniform_(math.log(0.01), math.log(16), generator=generator)
@@ -144,7 +144,7 @@ def draw_(name: str, parameter: torch.Tensor, hybrid: bool, generator: torch.Gen
         offset = 1.0 if hybrid and not name.endswith("linear_attn.norm.weight") else 0.0
         parameter.uniform_(0.5 - offset, 2.0 - offset, generator=generator)
     else:
-        parameter.normal_(0.0, 0.15, generator=generator)
+        parameter.normal_(0.0, std, generator=generator)
 
 
 def save_tiny(folder: str | Path, options: Options | None = None) -> Path:
