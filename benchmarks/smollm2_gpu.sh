@@ -3,7 +3,6 @@
 #   benchmarks/smollm2_gpu.sh answer   the target answers the demo mix (0.7 to 1M tokens); states go to a local store
 #   benchmarks/smollm2_gpu.sh train    B=16 and B=8 side by side on the one card
 #   benchmarks/smollm2_gpu.sh eval     32 seeded prompts a task: chain and DDTree 16..128 in fp32; losslessness, both dtypes
-#   benchmarks/smollm2_gpu.sh report   the table of eval again
 # OUT: reports and logs. WORK: data, store, checkpoints. MINUTES: of training. DATA: another mix than the one below.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -30,46 +29,25 @@ train() {
   for b in 16 8; do echo "== B=$b"; grep -E "^step" "$out/train_b$b.log" | tail -n 2; tail -n 22 "$out/train_b$b.log"; done
 }
 
-measure() {  # block size, task, method or "lossless", budget or dtype
-  local b=$1 task=$2 kind=$3 detail=$4 name="b$1-$2-$3-$4"
-  local this=("eval=$kind" "eval.budget=$detail" "eval.tasks=[$task]" eval.num_prompts="${PROMPTS:-32}" eval.baseline=false)
-  if [ "$kind" = lossless ]; then
-    this=(eval=dflash "eval.also=[ddtree:64]" "eval.tasks=[humaneval,gsm8k,mtbench]" eval.num_prompts=4
-          eval.dtype="$detail" eval.max_margin=1.0)
-    task=all
-  else
-    this+=(eval.dtype=float32)
-  fi
+measure() {  # name, block size, then overrides
+  local name=$1 b=$2; shift 2
   $python -m dflash_train.eval "${common[@]}" drafter="small_b$b" eval.checkpoint="$work/ck/b$b/best" \
-    eval.max_new_tokens="${TOKENS:-128}" hardware.num_threads=1 eval.output_dir="$work/eval/$name" "${this[@]}" \
-    > "$work/eval/$name.log" 2>&1 || echo "eval $name ended with $?"
+    eval.max_new_tokens="${TOKENS:-128}" "eval.tasks=[humaneval,gsm8k,mtbench]" eval=dflash hardware.num_threads=4 \
+    eval.output_dir="$work/eval/$name" "$@" > "$work/eval/$name.log" 2>&1 || echo "eval $name ended with $?"
 }
 
-evaluate() {  # one process a method and task: a round is bound by launches, so one process leaves most of the card idle
+evaluate() {  # rounds are bound by launches: replayed where only acceptance is asked for, decoded to show losslessness
   mkdir -p "$work/eval"
-  {
-    for dtype in float32 bfloat16; do echo 16 all lossless $dtype; done
-    for b in 16 8; do
-      for task in mtbench humaneval gsm8k; do
-        echo $b $task dflash 1
-        for budget in 16 32 64 128; do echo $b $task ddtree $budget; done
-      done
-    done
-  } | xargs -P "${JOBS:-15}" -L 1 bash benchmarks/smollm2_gpu.sh measure
-  report
-}
-
-report() {  # of what is there; also while it is still running
   for b in 16 8; do
-    compgen -G "$work/eval/b$b-[!a]*/*.json" > /dev/null || continue
-    echo "== B=$b"; $python benchmarks/pool_reports.py "$work"/eval/b$b-[!a]*/*.json | tee "$out/pooled_b$b.md"
+    measure "b$b-replay" $b eval.dtype=float32 eval.num_prompts="${PROMPTS:-32}" eval.replay=true \
+      eval.replay_batch_size=128 "eval.also=[ddtree:16,ddtree:32,ddtree:64,ddtree:128]" &
   done
-  if compgen -G "$work/eval/*lossless*/*.md" > /dev/null; then cat "$work"/eval/*lossless*/*.md | tee "$out/lossless.md"; fi
+  for dtype in float32 bfloat16; do
+    measure "b16-decode-$dtype" 16 eval.dtype=$dtype eval.num_prompts="${LOSSLESS_PROMPTS:-4}" eval.max_margin=1.0 \
+      "eval.also=[ddtree:64]" &
+  done
+  wait
+  for report in "$work"/eval/*/*.md; do echo "== $report"; cat "$report"; done | tee "$out/reports.md"
 }
 
-case ${1:-} in
-  answer | train | report) $1 ;;
-  eval) evaluate ;;
-  measure) shift; measure "$@" ;;
-  *) sed -n '2,7p' "$0"; exit 2 ;;
-esac
+case ${1:-} in answer | train) $1 ;; eval) evaluate ;; *) sed -n '2,6p' "$0"; exit 2 ;; esac
