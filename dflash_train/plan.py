@@ -191,7 +191,9 @@ def show_work(run: PlanRun, sizes: TargetSizes) -> None:
     total = int(per_token * tokens)
     say(budget.storage_line(sizes.hidden_size, len(run.drafter.target_layer_ids), store, samples, int(tokens)))
     found = tables.works(run, sizes, samples, per_token)
-    table(f"hours on {max(1, run.hardware.num_gpus or 1)} device(s): {samples:,} samples ({why}), {run.train.epochs:g} epochs", ["stage", "work", "rate", "hours", "USD", "store", "bound by"],
+    devices = max(1, run.hardware.num_gpus or 1)
+    table(f"hours on {devices} device(s): {samples:,} samples ({why}), {run.train.epochs:g} epochs",
+          ["stage", "work", "rate", "hours", "USD", "store", "bound by"],
           tables.work_rows(run, found, total, per_token))  # fmt: skip
     keep = tables.cost.storage_usd(total, run.assume.usd_per_gb_month, run.assume.months)
     say(

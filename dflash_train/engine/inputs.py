@@ -11,10 +11,12 @@ from dflash_train.drafter.files import find_checkpoint, load_drafter, parameter_
 from dflash_train.drafter.loss import Objective, default_gamma
 from dflash_train.drafter.mask import layer_types, mask_kind
 from dflash_train.engine.checkpoint import check_resumable, find_resumable
+from dflash_train.planning.memory import training_parts
 from dflash_train.store.base import ObjectStore
 from dflash_train.store.order import RowOrder, check_lengths, limit_markers
 from dflash_train.store.shard import Marker, list_markers
 from dflash_train.store.target_files import has_target_files
+from dflash_train.util.device import cuda_problem
 from dflash_train.util.errors import UserError
 from dflash_train.util.provenance import digest
 
@@ -179,20 +181,8 @@ def host_bytes(run: TrainRun, manifest: dict, accumulation: int) -> int:
 
 
 def device_bytes(run: TrainRun, config: DrafterConfig, manifest: dict, world_size: int) -> int:
-    """Where the model lives, per rank; an estimate: weights, gradients, optimizer, head, one micro-batch."""
-    train, size = run.train, DTYPES[run.train.dtype].itemsize
-    stage = run.zero.stage
-    share = lambda bytes_, from_stage: bytes_ / world_size if stage >= from_stage else bytes_
-    parameters = num_parameters(config)
-    states = share(parameters * size, 3) + share(parameters * (size + 4), 2) + share(parameters * 12, 1)
-    tables = 1 if manifest["target"]["config"].get("tie_word_embeddings") else 2
-    head = tables * config.vocab_size * config.target_hidden_size * size
-    logits = train.head_chunk_blocks * (config.block_size - 1) * config.vocab_size * (size + 8)
-    queries = train.num_anchors * config.block_size
-    keys = train.row_tokens + queries
-    attention_width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    per_layer = queries * (6 * config.hidden_size + 3 * config.intermediate_size + 2 * attention_width) * size
-    per_layer += train.row_tokens * 4 * config.num_kv_heads * config.head_dim * size
-    row = config.num_layers * per_layer + row_bytes(run, manifest) + 2 * train.row_tokens * config.hidden_size * size
-    row += queries * keys * len(set(layer_types(config)))  # dense bool masks; block masks are smaller
-    return int(states + head + logits + train.micro_batch * row)
+    """Where the model lives, per rank: the same formula as `plan`'s."""
+    on_gpu = run.hardware.device != "cpu" and cuda_problem() is None
+    tied = bool(manifest["target"]["config"].get("tie_word_embeddings"))
+    parts = training_parts(config, run.train, run.zero.stage, world_size, tied=tied, on_gpu=on_gpu)
+    return sum(parts.values())

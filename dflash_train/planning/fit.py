@@ -114,25 +114,11 @@ def eval_parts(problem: Problem) -> dict[str, int]:
 
 
 def train_parts(problem: Problem) -> dict[str, int]:
-    """The frozen tables, ZeRO's share of the states, one micro-batch's activations and one chunk of the loss, or the
-    step's own copy where that is more. bfloat16 on a GPU runs block masks; elsewhere they are dense."""
-    run, drafter, train = problem.run, problem.run.drafter, problem.run.train
-    item = memory.ITEM_BYTES[train.dtype]
-    states = memory.zero_states(memory.all_drafter_parameters(drafter), run.zero.stage, problem.world, item,
-                                problem.offload)  # fmt: skip
-    dense = train.attention == "sdpa" or run.hardware.num_gpus == 0
-    rows = train.micro_batch * (
-        memory.activation_bytes(drafter, train.row_tokens, train.num_anchors, item)
-        + memory.mask_bytes(drafter, train.row_tokens, train.num_anchors, dense)
-    )
-    chunk_blocks = min(train.head_chunk_blocks, train.micro_batch * train.num_anchors)
-    logits = memory.logits_chunk_bytes(drafter, chunk_blocks, item, train.loss == "kl")
-    backward = train.micro_batch * memory.backward_bytes(drafter, train.num_anchors, item)
-    return {
-        "weights": memory.head_bytes(drafter, bool(problem.sizes.shape.tied), item),
-        "drafter": states.weights + states.gradients, "optimizer": states.optimizer,
-        "activations": max(rows, states.step - logits, rows + backward - logits), "logits": logits,
-    }  # fmt: skip
+    """One rank of a training; the target itself is not there, only its tables."""
+    run = problem.run
+    return memory.training_parts(run.drafter, run.train, run.zero.stage, problem.world,
+                                 tied=bool(problem.sizes.shape.tied), on_gpu=run.hardware.num_gpus != 0,
+                                 offload=problem.offload)  # fmt: skip
 
 
 # ---------------------------------------------------------------- what would help
@@ -177,6 +163,12 @@ STAGES: dict[str, Callable[[Problem], dict[str, int]]] = {
 }
 
 
+def spell(key: str, value: object) -> str:
+    """As it is typed for the stage that it is about."""
+    return {"zero.stage": f"zero=zero{value}", "budget": f"eval.budget={value}",
+            "context": f"a context of {value} (eval.max_new_tokens)"}.get(key, f"{key}={value}")  # fmt: skip
+
+
 def fixes(stage: str, problem: Problem, most: int = 2) -> tuple[str, ...]:
     """Up to `most` keys, each of which alone makes the stage fit; else all of them turned down together."""
     if problem.usable is None:
@@ -186,11 +178,11 @@ def fixes(stage: str, problem: Problem, most: int = 2) -> tuple[str, ...]:
     for key, values in knobs(stage, problem.run).items():
         for value in values:
             if total(with_key(problem.run, key, value)) <= problem.usable:
-                found.append(f"{key}={value}")
+                found.append(spell(key, value))
                 break
         if values:
             together = with_key(together, key, values[-1])
-            spelled.append(f"{key}={values[-1]}")
+            spelled.append(spell(key, values[-1]))
     if found:
         return tuple(found[:most])
     return (" ".join(spelled),) if spelled and total(together) <= problem.usable else ()

@@ -6,7 +6,7 @@ blocks of a row. "Elements" are of the computing dtype unless a formula says oth
 
 from dataclasses import dataclass
 
-from dflash_train.config import DrafterConfig
+from dflash_train.config import DrafterConfig, TrainConfig
 from dflash_train.planning.shapes import TargetSizes, drafter_parameters
 
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}
@@ -103,7 +103,7 @@ def draft_cache_bytes(drafter: DrafterConfig, capacity: int, item: int) -> int:
 
 @dataclass(frozen=True)
 class States:
-    """Bytes a GPU holds of the trained parameters, and what offloading moves to the host. peak: while stepping."""
+    """Bytes a GPU holds of the trained parameters. step: more while stepping. host: what offloading moves there."""
 
     weights: int
     gradients: int
@@ -111,53 +111,44 @@ class States:
     step: int = 0
     host: int = 0
 
-    @property
-    def on_gpu(self) -> int:
-        return self.weights + self.gradients + self.optimizer
 
-
-def zero_states(parameters: int, stage: int, world: int, item: int, offload: bool = False) -> States:
+def zero_states(parameters: int, stage: int, world: int, item: int, *, offload: bool = False,
+                bucket: int = REDUCE_BUCKET) -> States:  # fmt: skip
     """What DeepSpeed holds on one of `world` GPUs, P parameters of `item` bytes, gradients summed in float32.
 
     masters and two Adam moments   12 P / world, beside the weights, in float32 training too
-    gradients, stage 1             4 P summed in float32 and, in bfloat16, the pass's own 2 P
+    gradients, stage 1             4 P summed in float32; in bfloat16 also the pass's own 2 P, in float32 the bucket
     gradients, stage 2, 3          4 P / world, and the reduce bucket of 5e8 elements
-    weights, stage 3               a share each, and up to 1e9 gathered parameters
+    weights, stage 3               a share, and up to 1e9 gathered parameters
     step, stage 2                  one more flat float32 copy of the gradients' share, when activations are gone
-    offload                        masters, moments and summed gradients live on the host; stage 1 keeps a bucket
+    offload                        masters, moments and summed gradients live on the host
 
     Source: a count of the live tensors of DeepSpeed 0.19.8 with torch's AdamW, which the tests repeat."""
-    share = lambda count: -(-count // world)
-    masters, bucket = 12 * share(parameters), REDUCE_BUCKET * item
-    weights, step = parameters * item, 0
-    summed = 4 * (parameters if stage == 1 else share(parameters))
-    if stage == 1:
-        gradients = summed + (parameters * item if item == 2 else bucket)
-    else:
-        gradients, step = summed + bucket, summed if stage == 2 else 0
-    if stage == 3:
-        weights = share(parameters) * item + min(parameters, LIVE_PARAMETERS) * item
-    if not offload:
-        return States(weights, gradients, masters, step)
-    moved = masters + 4 * share(parameters)
-    return States(weights, gradients - summed + (bucket if stage == 1 and item == 2 else 0), 0, 0, moved)
+    share = -(-parameters // world)
+    masters, summed = 12 * share, 4 * (parameters if stage == 1 else share)
+    gathered = min(parameters, LIVE_PARAMETERS) * item
+    weights = share * item + gathered if stage == 3 else parameters * item
+    passing = parameters * item if stage == 1 and item == 2 else bucket * item
+    if offload:
+        return States(weights, passing, 0, host=masters + 4 * share)
+    return States(weights, summed + passing, masters, step=summed if stage == 2 else 0)
 
 
 def activation_bytes(drafter: DrafterConfig, row_tokens: int, num_anchors: int, item: int) -> int:
     """What one packed row keeps for the backward pass, with fused norms (their float32 scale is left out).
 
-    A layer keeps per slot: both residuals and both normed ones; q before and after its norm and rotation, the output
-    twice (as heads, as rows); k before its norm; gate, its activation, up and the product. Over slots and context: keys
-    and values as attention reads them; per context row k before its norm. Once: captured rows, their projection and
-    its norm, slot embeddings and the final norm's two."""
+    A layer keeps per slot: both residuals and both normed ones; q before its norm and as attention reads it, the output
+    as heads and as rows; k before its norm; gate, its activation, up and the product. Over slots and context: keys and
+    values as attention reads them; per context row k before its norm. Once: captured rows, their projection and its
+    norm; the last residual, the hidden rows and their gradient. 10.0 GB for 512 blocks of 16 on Qwen3.6-27B."""
     width, heads, kv = (
         drafter.hidden_size,
         drafter.num_heads * drafter.head_dim,
         drafter.num_kv_heads * drafter.head_dim,
     )
     slots = num_anchors * drafter.block_size
-    per_slot = 4 * width + 5 * heads + 2 * kv + 4 * drafter.intermediate_size
-    layer = slots * per_slot + (slots + row_tokens) * 2 * kv + row_tokens * 2 * kv
+    per_slot = 4 * width + 4 * heads + kv + 4 * drafter.intermediate_size
+    layer = slots * per_slot + (slots + row_tokens) * 2 * kv + row_tokens * kv
     taps = len(drafter.target_layer_ids) * drafter.target_hidden_size
     once = row_tokens * (taps + 2 * width) + slots * 3 * width
     return (drafter.num_layers * layer + once) * item
@@ -193,3 +184,26 @@ def head_bytes(drafter: DrafterConfig, tied: bool, item: int) -> int:
 
 def all_drafter_parameters(drafter: DrafterConfig) -> int:
     return sum(drafter_parameters(drafter).values())
+
+
+def training_parts(drafter: DrafterConfig, train: TrainConfig, stage: int, world: int, *, tied: bool, on_gpu: bool,
+                   offload: bool = False) -> dict[str, int]:  # fmt: skip
+    """Everything on one GPU while training: the frozen tables, ZeRO's states, one micro-batch's activations and one
+    chunk of the loss, or the backward pass or the step where those take more.
+
+    Without a GPU masks are dense, and the reduce bucket is left out: it is never touched beyond the model's size."""
+    item = ITEM_BYTES[train.dtype]
+    parameters = all_drafter_parameters(drafter)
+    bucket = REDUCE_BUCKET if on_gpu else min(parameters, REDUCE_BUCKET)
+    states = zero_states(parameters, stage, world, item, offload=offload, bucket=bucket)
+    dense = not on_gpu or train.attention == "sdpa"
+    rows = activation_bytes(drafter, train.row_tokens, train.num_anchors, item)
+    rows = train.micro_batch * (rows + mask_bytes(drafter, train.row_tokens, train.num_anchors, dense))
+    chunk_blocks = min(train.head_chunk_blocks, train.micro_batch * train.num_anchors)
+    logits = logits_chunk_bytes(drafter, chunk_blocks, item, train.loss == "kl")
+    backward = train.micro_batch * backward_bytes(drafter, train.num_anchors, item)
+    return {
+        "weights": head_bytes(drafter, tied, item), "drafter": states.weights + states.gradients,
+        "optimizer": states.optimizer, "activations": max(rows, rows + backward - logits, states.step - logits),
+        "logits": logits,
+    }  # fmt: skip

@@ -48,7 +48,7 @@ def pass_s(num_bytes: float, flops: float, rates: Rates, ways: int = 1) -> float
 
 def verify_s(sizes: TargetSizes, num_nodes: int, context: int, item: int, rates: Rates, ways: int = 1) -> float | None:
     """Bound of one verify pass: every weight once, the context's keys and values, the GDN states; or the matrix
-    products of all nodes. ways=1 is also the time of layers spread over several GPUs, which work one after the other."""
+    products of all nodes. ways=1 is also the time of layers spread over GPUs, which work one after the other."""
     num_bytes = read_parameters(sizes, num_nodes) * item + kv_bytes(sizes, context, item) + recurrent_bytes(sizes)
     return pass_s(num_bytes, num_nodes * token_flops(sizes), rates, ways)
 
