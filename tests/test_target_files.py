@@ -103,6 +103,7 @@ def test_dtype_is_given_to_the_loader_so_rope_frequencies_stay_float32(folder):
     [
         ({"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "linear_attention layers"),
         ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding_attention"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "quantized with fp8"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type=dynamic"),
     ],
 )

@@ -133,6 +133,10 @@ def refuse_unsupported(hf_config, name: str) -> None:
     windowed = getattr(text, "sliding_window", None) is not None and getattr(text, "use_sliding_window", True)
     if windowed:
         raise refuse(f"{text.model_type} with sliding_window={text.sliding_window}", full)
+    quantized = getattr(hf_config, "quantization_config", None) or getattr(text, "quantization_config", None)
+    if quantized:
+        method = quantized["quant_method"] if isinstance(quantized, dict) else quantized.quant_method
+        raise refuse(f"weights quantized with {method}", "the bfloat16 checkpoint: captured rows must be the target's own")
     rope_type = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope_type in ("dynamic", "longrope"):
         raise refuse(f"rope_type={rope_type}: its frequencies change while the text grows",
