@@ -136,7 +136,7 @@ def refuse_unsupported(hf_config, name: str) -> None:
     quantized = getattr(hf_config, "quantization_config", None) or getattr(text, "quantization_config", None)
     if quantized:
         method = quantized["quant_method"] if isinstance(quantized, dict) else quantized.quant_method
-        raise refuse(f"weights quantized with {method}", "the bfloat16 checkpoint: captured rows must be the target's own")
+        raise refuse(f"weights quantized with {method}", "the checkpoint in bfloat16: its rows are what is captured")
     rope_type = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope_type in ("dynamic", "longrope"):
         raise refuse(f"rope_type={rope_type}: its frequencies change while the text grows",
