@@ -75,9 +75,10 @@ def tree_bias(tree: Tree, length: int, num_groups: int, dtype: torch.dtype, devi
     """
     if len(tree) == 1:
         return None
-    bias = torch.zeros(len(tree), length + len(tree), dtype=dtype)
-    bias[:, length:].masked_fill_(~ancestor_mask(tree.parents), float("-inf"))
-    return bias.repeat(num_groups, 1).to(device)
+    hidden = ~ancestor_mask(tree.parents).to(device)  # this much travels; the bias is made where it is read
+    bias = torch.zeros(len(tree), length + len(tree), dtype=dtype, device=device)
+    bias[:, length:].masked_fill_(hidden, float("-inf"))
+    return bias.repeat(num_groups, 1)
 
 
 def session_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, scaling: float | None = None,

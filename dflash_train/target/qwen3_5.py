@@ -84,7 +84,7 @@ class DeltaLayer:
         """Keep the state and the convolution's inputs behind the last node of the path."""
         rows, shape, stash = self.pending
         path = path.to(self.state.device)
-        self.rows = rows[shape.windows[path[-1], 1:]]
+        self.rows = rows[shape.windows[path[-1:], 1:][0]]  # path[-1] alone would make the host wait for the GPU
         self.state = commit_state(self.state, stash, path)
         self.pending = None
 
@@ -98,7 +98,7 @@ class DeltaLayer:
             shape = shape.to(mixed.device)
             outputs.append(self.mix(mixed[piece], beta[piece], log_gates[piece], shape))
             if prefill:
-                self.commit(torch.arange(len(shape.ancestors)))
+                self.commit(torch.arange(len(shape.ancestors), device=mixed.device))
             start = piece.stop
         out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         normed = self.module.norm(out.reshape(-1, self.module.head_v_dim), z.reshape(-1, self.module.head_v_dim))
