@@ -152,13 +152,13 @@ def generation(round_lengths, *, token_ids=None, prompt_ids=(1,), draft_lengths=
 PROMPT_IDS = [1, 50, 61, 43, 77, 2, 90, 33, 58, 64, 71, 45]
 
 
-def tiny_drafter(target, *, block_size=6, layer_types=None, sliding_window=None, seed=0):
+def tiny_drafter(target, *, block_size=6, layer_types=None, sliding_window=None, intermediate_size=None, seed=0):
     """A random two-layer drafter for a tiny target: random norm gains, weight std 0.15, reads layers 0 and 1."""
     from dflash_train.config import DrafterConfig
     from dflash_train.drafter.dflash import DFlashDrafter, resolve_drafter
 
     config = DrafterConfig(name="tiny", num_layers=2, block_size=block_size, layer_types=layer_types,
-                           sliding_window=sliding_window)  # fmt: skip
+                           sliding_window=sliding_window, intermediate_size=intermediate_size)  # fmt: skip
     config = resolve_drafter(config, target.text_config.to_dict(), [0, 1], 127)
     model, generator = DFlashDrafter(config), torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -60,6 +60,7 @@ def tiny_float64(arch: str) -> HFTarget:
     return HFTarget(single.files, model, single.device)
 
 
+@cache
 def without_stop(target: HFTarget) -> HFTarget:
     """The same target, whose answers end at no token."""
     endless = copy.copy(target)
