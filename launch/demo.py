@@ -46,9 +46,9 @@ def settings(gpu: bool, work: Path, checkpoints: Path) -> dict[str, list[str]]:
         measure, tree = ["eval.num_prompts=16", "eval.max_new_tokens=128"], "ddtree:64"
         measure += ["eval.tasks=[heldout,humaneval,gsm8k,mtbench]"]
     else:
-        common += ["limit=320", "data.max_prompt_chars=240", "data.allow_short=true", "data.heldout_fraction=0.01"]
+        common += ["limit=280", "data.max_prompt_chars=240", "data.allow_short=true", "data.heldout_fraction=0.01"]
         common += ["data.answers.batch_size=64", "data.answers.max_new_tokens=64"]
-        drafter, train, trained = "drafter=small", "train=demo", checkpoints / "demo-limit320"
+        drafter, train, trained = "drafter=small", "train=demo", checkpoints / "demo-limit280"
         measure, tree = ["eval.num_prompts=10", "eval.max_new_tokens=20", "eval.tasks=[heldout]"], "ddtree:16"
     measure += ["eval.dtype=float32", f"eval.checkpoint={trained}/best", drafter]
     return {
