@@ -62,9 +62,9 @@ def pending_bytes(sizes: TargetSizes, num_nodes: int, item: int) -> int:
 def working_bytes(sizes: TargetSizes, num_tokens: int, item: int) -> int:
     """Peak of what a pass without gradients holds inside one layer, residual stream included.
 
-    MLP: gate, up and product at once. GDN: convolution inputs and outputs, z, q, k, v spread over the value heads and
-    normed, the kernel's w, u, v and output, a state per chunk and two [chunk, chunk] matrices a head. Full attention:
-    q with its gate, keys and values, output. Experts: the chosen experts' rows instead of the MLP's."""
+    MLP: gate, up and product at once. GDN: the convolution's output and z; q, k, v as the kernel takes them (q and k over
+    the value heads) and q, k normed; its w, u, new v and output, a state a chunk and a [chunk, chunk] matrix a head. Full
+    attention: q with its gate, keys and values, output. Experts: the chosen experts' rows instead of the MLP's."""
     shape, width = sizes.shape, sizes.hidden_size
     experts = 3 * (shape.experts_per_token * (shape.expert_size + width) + shape.shared_expert_size)
     mlp = experts if shape.num_experts else 3 * shape.intermediate_size
@@ -72,8 +72,8 @@ def working_bytes(sizes: TargetSizes, num_tokens: int, item: int) -> int:
     linear = 0
     if shape.num_linear_layers:
         states = sizes.value_width * shape.linear_key_dim // DELTA_CHUNK
-        matrices = 3 * shape.linear_value_heads * DELTA_CHUNK  # one in float32, one in the computing dtype
-        linear = 2 * sizes.conv_width + 9 * sizes.value_width + states + matrices
+        matrices = shape.linear_value_heads * DELTA_CHUNK
+        linear = sizes.conv_width + 10 * sizes.value_width + states + matrices
     return num_tokens * (2 * width + max(mlp, attention, linear)) * item
 
 
