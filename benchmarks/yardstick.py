@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dflash_train.util.device import device_name
 from dflash_train.util.hf import transformers
+from dflash_train.util.provenance import code_version
 from dflash_train.util.timing import now_s
 
 VOID_TFLOPS, VOID_TB_S = 750, 4.0
@@ -35,7 +36,7 @@ def yardstick(device: torch.device, dtype: torch.dtype, matrix: int = 8192, copy
     tflops, tb_s = 2 * matrix**3 / product_s / 1e12, 2 * copy_bytes / copy_s / 1e12
     name = device_name(device)
     return {"device": name, "torch": torch.__version__, "transformers": transformers.__version__,
-            "matrix_tflops": tflops, "copy_tb_s": tb_s,
+            "code": code_version(), "matrix_tflops": tflops, "copy_tb_s": tb_s,
             "void": "H200" in name and (tflops < VOID_TFLOPS or tb_s < VOID_TB_S)}  # fmt: skip
 
 
