@@ -21,6 +21,7 @@ from dflash_train.util.hf import transformers
 
 HYBRIDS = tiny_module.HYBRIDS
 DENSE = "qwen3_5"
+NO_FEATURES = FeatureSpec()
 NUM_WORDS = 40  # trees and contexts draw their tokens from FIRST_TEXT_ID .. FIRST_TEXT_ID + NUM_WORDS - 1
 
 
@@ -129,7 +130,7 @@ def session_state(session) -> dict[str, torch.Tensor]:
     return state
 
 
-def started(target, context: torch.Tensor, capacity: int = 400, features: FeatureSpec = FeatureSpec()):
+def started(target, context: torch.Tensor, capacity: int = 400, features: FeatureSpec = NO_FEATURES):
     """A session of our own with the context committed."""
     session = target.session(capacity, features)
     session.prefill(context)
