@@ -60,8 +60,8 @@ def tree_delta_rule(queries: Tensor, keys: Tensor, values: Tensor, beta: Tensor,
 
     gates = path_gates(log_gates, ancestors)
     gates_HM = gates.T
-    decay_HMM = (gates_HM[:, :, None] - gates_HM[:, None, :]).masked_fill_(~ancestors, float("-inf")).exp_().to(dtype)
-    carried_HM1 = gates_HM.exp().to(dtype)[..., None]
+    decay_HMM = (gates_HM[:, :, None] - gates_HM[:, None, :]).to(dtype).masked_fill_(~ancestors, float("-inf")).exp_()
+    carried_HM1 = gates_HM.to(dtype).exp()[..., None]
 
     a_HMM = share(k_HMK @ k_HMK.transpose(1, 2)) * decay_HMM * beta_HM1  # its diagonal is not read
     k_state, q_state = share(k_HMK) @ state, share(q_HMK) @ state
@@ -74,10 +74,10 @@ def tree_delta_rule(queries: Tensor, keys: Tensor, values: Tensor, beta: Tensor,
 def commit_state(state: Tensor, stash: TreeStash, path: Tensor) -> Tensor:
     """State [Hv, K, V] after the last node of `path` (i64[P] node ids, root first); touches the path's nodes only."""
     gates = stash.gates[path]
-    decay_PH = (gates[-1] - gates).exp().to(state.dtype)
+    decay_PH = (gates[-1] - gates).to(state.dtype).exp()
     keys = stash.keys[path].repeat_interleave(state.shape[0] // stash.keys.shape[1], dim=1)
     added = torch.einsum("phk,phv->hkv", keys * decay_PH[..., None], stash.updates[path])
-    return gates[-1].exp().to(state.dtype)[:, None, None] * state + added
+    return gates[-1].to(state.dtype).exp()[:, None, None] * state + added
 
 
 def recurrent_delta_rule(queries: Tensor, keys: Tensor, values: Tensor, beta: Tensor, log_gates: Tensor,
