@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from dflash_train import cli
 from dflash_train.config import DrafterConfig, HardwareConfig, PlanRun, TargetConfig
 from dflash_train.drafter.resolve import resolve_drafter
-from dflash_train.planning import fit, machine, tables
+from dflash_train.planning import cost, fit, machine, tables
 from dflash_train.planning.memory import ITEM_BYTES
 from dflash_train.planning.preflight import (
     check_device,
@@ -51,14 +51,17 @@ def main(run: PlanRun) -> None:
     say_machine(run.hardware)
     sizes, unknown = target_sizes(run.target)
     if sizes is None:
-        say(f"target {run.target.name}: memory and time are unknown until {', '.join(unknown)} are given, or "
-            "target.path is a folder with a config.json")  # fmt: skip
-        return
-    run = replace(run, drafter=resolved_drafter(run, sizes))
-    say_models(run, sizes)
-    show_memory(run, sizes)
-    show_rounds(run, sizes)
-    show_work(run, sizes)
+        say(f"target {run.target.name}: its parameters, memory and time are unknown until these are given, or "
+            f"target.path is a folder with a config.json: {', '.join(unknown)}")  # fmt: skip
+        if run.target.hidden_size:
+            show_storage(run, run.target.hidden_size, len(run.extract.layer_ids or range(run.extract.num_taps)))
+    else:
+        run = replace(run, drafter=resolved_drafter(run, sizes))
+        say_models(run, sizes)
+        fits = show_memory(run, sizes)
+        show_rounds(run, sizes)
+        show_work(run, sizes, fits)
+        show_storage(run, sizes.hidden_size, len(run.drafter.target_layer_ids))
     if not run.dry_run:
         say("next: " + cli.next_command("mix", run))
 
@@ -125,8 +128,8 @@ def say_machine(hardware: HardwareConfig) -> None:
     features += ["fp8" if hardware.fp8 else "no fp8"] if hardware.fp8 is not None else []
     features += [hardware.interconnect] if hardware.interconnect and hardware.num_gpus != 1 else []
     say(f"machine {hardware.name}: {count}{show(hardware.memory_bytes, human_bytes)}, "
-        f"{show(hardware.bandwidth, lambda v: f'{v / 1e12:.2f} TB/s')}, "
-        f"{show(hardware.bf16_flops, lambda v: f'{v / 1e12:.0f} TFLOP/s bf16')}"
+        f"bandwidth {show(hardware.bandwidth, lambda v: f'{v / 1e12:.2f} TB/s')}, "
+        f"bf16 {show(hardware.bf16_flops, lambda v: f'{v / 1e12:.0f} TFLOP/s')}"
         f"{f' ({hardware.rates})' if hardware.rates else ''}{''.join(f', {name}' for name in features)}")  # fmt: skip
     missing = [f"hardware.{key}" for key in ("memory_bytes", "bandwidth", "bf16_flops") if vars(hardware)[key] is None]
     if missing:
@@ -148,7 +151,8 @@ def say_models(run: PlanRun, sizes: TargetSizes) -> None:
         f"layers, B={run.drafter.block_size}, taps {run.drafter.target_layer_ids}")  # fmt: skip
 
 
-def show_memory(run: PlanRun, sizes: TargetSizes) -> None:
+def show_memory(run: PlanRun, sizes: TargetSizes) -> list[fit.Fit]:
+    """The table, and what to type where something does not fit."""
     problem, hardware = fit.Problem(run, sizes), run.hardware
     fits = fit.all_fits(run, sizes)
     usable = "unknown" if problem.usable is None else f"{problem.usable / 1e9:.1f}"
@@ -159,6 +163,7 @@ def show_memory(run: PlanRun, sizes: TargetSizes) -> None:
     for line in tables.fix_lines(fits):
         say(line)
     say("offload: what DeepSpeed would leave on the GPU with the optimizer on the host; no key of this version sets it")
+    return fits
 
 
 def show_rounds(run: PlanRun, sizes: TargetSizes) -> None:
@@ -179,31 +184,43 @@ def show_rounds(run: PlanRun, sizes: TargetSizes) -> None:
         "(assume.launch_s_per_layer)")  # fmt: skip
 
 
-def show_work(run: PlanRun, sizes: TargetSizes) -> None:
-    """Hours and money, then whether the store holds the shards."""
+def show_work(run: PlanRun, sizes: TargetSizes, fits: list[fit.Fit]) -> None:
+    """Hours and money of the three stages that take them; train at the chosen ZeRO stage."""
     samples, why = planned_samples(run)
     if samples is None:
-        say(f"storage, hours and cost: {why}; samples=N would tell")
+        say(f"hours and cost: {why}; samples=N would tell")
         return
-    store = run.store
-    per_token = budget.row_bytes(sizes.hidden_size, len(run.drafter.target_layer_ids), store)
-    tokens = samples * run.tokens_per_sample
-    total = int(per_token * tokens)
-    say(budget.storage_line(sizes.hidden_size, len(run.drafter.target_layer_ids), store, samples, int(tokens)))
+    per_token = budget.row_bytes(sizes.hidden_size, len(run.drafter.target_layer_ids), run.store)
+    total = int(per_token * samples * run.tokens_per_sample)
     found = tables.works(run, sizes, samples, per_token)
+    zero = f"train zero{run.zero.stage}"
+    too_large = {"train" if row.name == zero else row.name for row in fits if row.fits is False}
     devices = max(1, run.hardware.num_gpus or 1)
     table(f"hours on {devices} device(s): {samples:,} samples ({why}), {run.train.epochs:g} epochs",
           ["stage", "work", "rate", "hours", "USD", "store", "bound by"],
-          tables.work_rows(run, found, total, per_token))  # fmt: skip
-    keep = tables.cost.storage_usd(total, run.assume.usd_per_gb_month, run.assume.months)
-    say(
-        f"storage: {keep:,.0f} USD for {run.assume.months:g} month(s) at {run.assume.usd_per_gb_month:g} USD a GB-month"
-    )
+          tables.work_rows(run, found, total, per_token, too_large))  # fmt: skip
+
+
+def show_storage(run: PlanRun, hidden_size: int, num_taps: int) -> None:
+    """Terabytes, their price, and whether the store holds them."""
+    samples, why = planned_samples(run)
+    store = run.store
+    per_token = budget.row_bytes(hidden_size, num_taps, store)
+    if samples is None:
+        say(f"storage: {per_token:,} B a token; {why}; samples=N would tell")
+        return
+    tokens = int(samples * run.tokens_per_sample)
+    total = per_token * tokens
+    usd = cost.storage_usd(total, run.assume.usd_per_gb_month, run.assume.months)
+    say(budget.storage_line(hidden_size, num_taps, store, samples, tokens))
+    say(f"storage: {human_bytes(total)}, {usd:,.0f} USD for {run.assume.months:g} month(s) at "
+        f"{run.assume.usd_per_gb_month:g} USD a GB-month")  # fmt: skip
     opened = cli.plugin(STORES, store.kind, "store.kind").open_store(store, run.store_name)
     limit = budget.max_bytes(store, opened, present_bytes=0)
     ways_out = budget.too_much(total, limit)
-    verdict = f"does not fit: {ways_out}" if ways_out else "fits"
-    say(f"room: {human_bytes(limit[0])} at {opened.url} ({limit[1]}): {verdict}")
+    say(f"room: {human_bytes(limit[0])} at {opened.url} ({limit[1]}): {'does not fit' if ways_out else 'fits'}")
+    if ways_out:
+        say(f"  {ways_out}")
 
 
 def planned_samples(run: PlanRun) -> tuple[int | None, str]:

@@ -62,9 +62,10 @@ def pending_bytes(sizes: TargetSizes, num_nodes: int, item: int) -> int:
 def working_bytes(sizes: TargetSizes, num_tokens: int, item: int) -> int:
     """Peak of what a pass without gradients holds inside one layer, residual stream included.
 
-    MLP: gate, up and product at once. GDN: the convolution's output and z; q, k, v as the kernel takes them (q and k over
-    the value heads) and q, k normed; its w, u, new v and output, a state a chunk and a [chunk, chunk] matrix a head. Full
-    attention: q with its gate, keys and values, output. Experts: the chosen experts' rows instead of the MLP's."""
+    MLP: gate, up and product at once. GDN: the convolution's output and z; q, k, v as the kernel takes them (q and k
+    over the value heads) and q, k normed; its w, u, new v and output, a state a chunk and a [chunk, chunk] matrix a
+    head. Full attention: q with its gate, keys and values, output. Experts: the chosen experts' rows instead of the
+    MLP's. Source: the tensors alive in transformers' forward with flash-linear-attention's chunked kernel."""
     shape, width = sizes.shape, sizes.hidden_size
     experts = 3 * (shape.experts_per_token * (shape.expert_size + width) + shape.shared_expert_size)
     mlp = experts if shape.num_experts else 3 * shape.intermediate_size

@@ -77,8 +77,8 @@ def sizes_from_files(target: TargetConfig, text: dict) -> TargetConfig:
         )  # fmt: skip
     if mixture:
         shape = replace(
-            shape, num_experts=text["num_experts"], experts_per_token=text["num_experts_per_tok"],
-            expert_size=text["moe_intermediate_size"],
+            shape, num_experts=text.get("num_experts") or text["num_local_experts"],
+            experts_per_token=text["num_experts_per_tok"], expert_size=text["moe_intermediate_size"],
             shared_expert_size=text.get("shared_expert_intermediate_size", 0),
         )  # fmt: skip
     found = {"num_layers": text["num_hidden_layers"], "hidden_size": text["hidden_size"],

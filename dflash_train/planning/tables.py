@@ -1,6 +1,6 @@
 """The rows that `plan` prints. Anything unknown is the word, never a guess."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dflash_train.config import PlanRun
 from dflash_train.planning import cost, speed
@@ -118,12 +118,17 @@ def works(run: PlanRun, sizes: TargetSizes, num_samples: int, token_bytes: int) 
     }  # fmt: skip
 
 
-def work_rows(run: PlanRun, found: dict[str, Work], total_bytes: int, token_bytes: int) -> list[list[str]]:
-    """[stage, work, rate, hours, GPU-hours, cost, what it reads or writes, bound by]."""
+def work_rows(
+    run: PlanRun, found: dict[str, Work], total_bytes: int, token_bytes: int, too_large: set[str]
+) -> list[list[str]]:  # fmt: skip
+    """[stage, work, rate, hours, cost, what it reads or writes, bound by]; a stage of `too_large` has no time."""
     gpus, price = max(1, run.hardware.num_gpus or 1), run.hardware.usd_per_gpu_hour
     rows = []
     for stage, work in found.items():
+        if stage in too_large:
+            work = replace(work, rate=None, bound_by="does not fit, see above")
         hours, usd = work.hours, work.usd(gpus, price)
+        none = "-" if stage in too_large else UNKNOWN
         flow = ""
         if stage == "extract":
             flow = f"{human_bytes(total_bytes)} out" + (f", {human_bytes(work.rate * token_bytes)}/s" if hours else "")
@@ -131,7 +136,7 @@ def work_rows(run: PlanRun, found: dict[str, Work], total_bytes: int, token_byte
             read = run.train.epochs * total_bytes
             flow = f"{human_bytes(read)} in" + (f", {human_bytes(read / hours / 3600)}/s" if hours else "")
         rows.append([
-            stage, f"{work.units:.3g} {work.unit}", f"{work.rate:,.0f}/s" if hours else UNKNOWN,
-            f"{hours:,.0f}" if hours else UNKNOWN, "" if usd is None else f"{usd:,.0f}", flow, work.bound_by,
+            stage, f"{work.units:.3g} {work.unit}", f"{work.rate:,.0f}/s" if hours else none,
+            f"{hours:,.0f}" if hours else none, "" if usd is None else f"{usd:,.0f}", flow, work.bound_by,
         ])  # fmt: skip
     return rows
