@@ -34,6 +34,7 @@ from dflash_train.drafter.files import find_checkpoint, load_drafter
 from dflash_train.records import TargetHead
 from dflash_train.target import TARGETS
 from dflash_train.target.base import TargetModel
+from dflash_train.target.canary import check_target
 from dflash_train.target.files import TargetFiles
 from dflash_train.util.device import device_name
 from dflash_train.util.errors import UserError
@@ -159,6 +160,8 @@ def load_parts(run: EvalRun) -> Parts:
     parts = Parts(run, files, renderer, prompts, target, checkpoint)
     if checkpoint is not None:
         parts.drafter, parts.drafter_record, parts.head = drafter.to(target.device).eval(), record, target.head()
+    layer_ids = parts.drafter.config.target_layer_ids if parts.drafter else None
+    check_target(target, run.eval_target, ["capture", "decode"], layer_ids)
     parts.prompts = [prompt for prompt in prompts if can_ask(parts, prompt)]
     if not parts.prompts:
         raise UserError("eval.tasks", got=f"no prompt that can be asked; skipped: {dict(parts.skipped)}", want="some")

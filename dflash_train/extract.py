@@ -31,6 +31,7 @@ from dflash_train.store.upload import Uploader, stop_on_signals
 from dflash_train.store.verify import verify_store
 from dflash_train.target import TARGETS
 from dflash_train.target.base import TargetModel, check_layer_ids, default_layer_ids
+from dflash_train.target.canary import check_target
 from dflash_train.target.files import TargetFiles
 from dflash_train.target.mask_token import check_mask_token
 from dflash_train.util.dist import world_size
@@ -70,6 +71,7 @@ def main(run: ExtractRun) -> int | None:
         largest = max((shard.num_tokens for shard in todo), default=0) * setup.token_bytes
         with staging_folder(staging_parent(run.store, largest)) as folder, stop_on_signals() as stop_check:
             target = target_module.load(run.target, run.hardware)
+            check_target(target, run.target, ["capture"], setup.layer_ids)
             ensure_target_files(store, target.head(), setup.target_files(), folder)
             extract_shards(setup, store, target, rows.rows, todo, folder, stop_check)
     return finish(run, store)

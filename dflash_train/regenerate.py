@@ -1,8 +1,8 @@
 """The target answers the mix, in batches.
 
-    reads    <mix_dir>/prompts.jsonl, heldout.jsonl             (runs `mix` when they are absent)
-    writes   <answers_dir>/samples.jsonl, heldout.jsonl, manifest.json
-    while it runs: <answers_dir>/parts/<batch>.jsonl, each whole or absent, so a killed run loses at most one batch
+reads    <mix_dir>/prompts.jsonl, heldout.jsonl             (runs `mix` when they are absent)
+writes   <answers_dir>/samples.jsonl, heldout.jsonl, manifest.json
+while it runs: <answers_dir>/parts/<batch>.jsonl, each whole or absent, so a killed run loses at most one batch
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from dflash_train.data import answers as rules
 from dflash_train.data.chat import RenderDrop, Renderer
 from dflash_train.records import Sample
 from dflash_train.target import TARGETS
+from dflash_train.target.canary import check_target
 from dflash_train.util.device import cpu_has_bfloat16, cuda_problem
 from dflash_train.util.errors import UserError
 from dflash_train.util.io import human_bytes, read_json, read_jsonl, sha256_file, write_json, write_jsonl
@@ -63,6 +64,7 @@ def ensure_answers(run: Run) -> Path:
     start, num_tokens = time.monotonic(), 0
     if todo:
         target = target_module.load(run.target, run.hardware)
+        check_target(target, run.target, ["capture", "answer"])
         num_tokens = answer_batches(run, target, todo, parts)
     seconds = time.monotonic() - start
     facts = {"tokens_this_run": num_tokens, "seconds_this_run": round(seconds, 1),

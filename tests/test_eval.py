@@ -213,6 +213,15 @@ def test_a_drafter_trained_on_something_else_is_refused_naming_both_unless_told(
     assert load_parts(make_run(place, f"eval.checkpoint={folder}", "eval.allow_mismatch=true")).drafter is not None
 
 
+def test_a_broken_target_ends_the_run_before_the_first_prompt(place, monkeypatch):
+    from dflash_train.target import attention
+
+    monkeypatch.setattr(attention.KVCache, "keep", lambda self, path: setattr(self, "length", self.length + len(path)))
+    with pytest.raises(UserError, match="canary: commit of target tiny"):
+        load_parts(make_run(place))
+    assert load_parts(make_run(place, "target.canary=false")).target.spec.name == "tiny"
+
+
 def test_a_drafter_of_another_shape_is_refused_before_the_target_is_loaded(place, monkeypatch):
     from dflash_train.target import tiny
 

@@ -167,6 +167,10 @@ def test_a_state_that_is_not_finite_ends_the_run_by_sample_and_nothing_is_stored
         return target
 
     monkeypatch.setattr(tiny, "load", broken)
+    with pytest.raises(UserError, match=r"canary: rows .*\n.*NaN or Inf after mlp of layer 1"):
+        extract.main(run)
+    assert [key for key, _ in open_store(run).list("")] == ["manifest.json"], "the canary comes before any work"
+    run.target.canary = False
     with pytest.raises(UserError, match=r"NaN or Inf, samples \['"):
         extract.main(run)
     assert open_store(run).list("shards/") == [] == open_store(run).list("markers/")

@@ -19,7 +19,7 @@ from dflash_train.config import (
 from dflash_train.data import answers as rules
 from dflash_train.data.chat import Renderer
 from dflash_train.records import Sample
-from dflash_train.target import hf
+from dflash_train.target import hf, tiny
 from dflash_train.target.tiny import tiny_tokenizer
 from dflash_train.util.errors import UserError
 from dflash_train.util.io import read_jsonl, write_json, write_jsonl
@@ -98,7 +98,7 @@ def test_greedy_samples_are_the_argmax_and_a_stable_share(tmp_path):
     target, renderer = hf.load(regenerate_local(run), HardwareConfig("cpu")), Renderer(tiny_tokenizer())
     for row in greedy:
         prompt = renderer.prompt_ids(Sample.from_json(row))
-        (ids, reason), = target.answer([prompt], max_new_tokens=8, temperature=0.0, top_p=1.0, top_k=0, seed=0)
+        ((ids, reason),) = target.answer([prompt], max_new_tokens=8, temperature=0.0, top_p=1.0, top_k=0, seed=0)
         assert ids == row["regen"]["token_ids"] and reason == row["regen"]["finish_reason"]
 
 
@@ -112,6 +112,7 @@ def test_a_killed_run_resumes_losing_one_batch_at_most_and_repeats_nothing_store
     whole = make_run(tmp_path / "whole")
     regenerate.ensure_answers(whole)
     run, real, done = make_run(tmp_path / "killed"), hf.HFTarget.answer, []
+    run.target.canary = False  # it answers, too
 
     def killed(self, prompts, **settings):
         if len(done) == 2:
@@ -128,6 +129,21 @@ def test_a_killed_run_resumes_losing_one_batch_at_most_and_repeats_nothing_store
     regenerate.ensure_answers(run)
     assert sum(done) + sum(calls) == 15 and len(done) == 2
     assert outputs(run) == outputs(whole)
+
+
+def test_a_broken_target_ends_the_run_before_the_first_answer(tmp_path, monkeypatch):
+    run, load = make_run(tmp_path), tiny.load
+
+    def broken(*arguments):
+        target = load(*arguments)
+        target.layers[1].self_attn.o_proj.weight.data.zero_()
+        return target
+
+    monkeypatch.setattr(tiny, "load", broken)
+    calls = count_answers(monkeypatch)
+    with pytest.raises(UserError, match=r"canary: rows .*\n.*all zero after self_attn of layer 1"):
+        regenerate.ensure_answers(run)
+    assert calls == [] and not list(run.answers_dir.glob("parts/0*"))
 
 
 def test_complete_answers_are_returned_without_loading_the_target(tmp_path, monkeypatch):

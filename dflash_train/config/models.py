@@ -48,6 +48,7 @@ class TargetConfig:
     mask_token_id: int | None = None  # a real embedding row that never occurs in text
     chat_template: str | None = None  # path of a Jinja file; null = the tokenizer's own
     trust_remote_code: bool = False
+    canary: bool = True  # check, whenever it is loaded, that it computes what it should (target/canary.py)
     num_layers: int | None = None
     hidden_size: int | None = None
     vocab_size: int | None = None
