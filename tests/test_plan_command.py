@@ -187,3 +187,18 @@ def test_live_bytes_counts_what_lives_and_forgets_what_does_not(benchmarks):
         assert count.peak == count.now == 4 * 1000
         a.view(10, 100).t()  # a view is no new memory
         assert count.peak == 4 * 1000
+
+
+def test_the_readme_quotes_what_plan_says_of_two_a6000(capsys):
+    text = shown(capsys, "hardware=a6000x2")
+    readme = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
+    quoted = re.search(r"### What a machine can do\n(.*?)\n### ", readme, re.S)[1].replace(",", "")
+    row = lambda name: [cell.strip() for cell in re.search(rf"│ {name} .*", text)[0].replace(",", "").split("│")[1:-1]]
+    for stage in ("regenerate", "extract", "eval", "train zero1", "train zero2", "train zero3"):
+        assert row(stage)[9] in quoted, stage
+        assert row(stage)[10].startswith("yes")
+    hours = re.findall(r"│ (?:regenerate|extract|train) *│ [^│]*(?:tokens|blocks) │ ([\d,]+)/s *│ ([\d,]+) ", text)
+    for figure in (hours[0][1], hours[1][1], hours[2][1], hours[1][0], "84.2 TB", "49.5", *row("tree 128")[4:8:3]):
+        assert str(figure).replace(",", "") in quoted, figure
+    for figure in (*row("tree 128")[1:3], *row("tree 256")[1:3], row("tree 128")[9], "122 ms"):
+        assert figure in quoted, figure
