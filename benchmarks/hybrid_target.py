@@ -61,7 +61,7 @@ class Recipe:
     linear_head_dim: int = 64
     lengths: tuple[int, ...] = (128, 256, 512, 1024)
     batch_tokens: int = 32768
-    source_bytes: int = 130_000_000
+    source_chars: int = 130_000_000
     answer_share: float = 0.3
     lr: float = 2e-3
     min_lr_ratio: float = 0.05
@@ -72,7 +72,7 @@ class Recipe:
 
 
 TINY = Recipe(hidden=64, num_layers=4, intermediate=128, heads=4, kv_heads=2, head_dim=16, linear_key_heads=2,
-              linear_value_heads=4, linear_head_dim=16, lengths=(64, 128), batch_tokens=1024, source_bytes=40_000,
+              linear_value_heads=4, linear_head_dim=16, lengths=(64, 128), batch_tokens=1024, source_chars=40_000,
               lr=5e-3, log_every=10)  # fmt: skip
 
 
@@ -267,7 +267,7 @@ def build(args: argparse.Namespace) -> dict:
     model = make_model(recipe, tokenizer, args.seed).to(device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     start = time.monotonic()
-    corpus = read_corpus(args.samples, tokenizer, recipe.lengths[-1], recipe.source_bytes)
+    corpus = read_corpus(args.samples, tokenizer, recipe.lengths[-1], recipe.source_chars)
     num_tokens = {name: sum(map(len, getattr(corpus, name))) for name in ("answers", "sources", "heldout_answers")}
     say(f"{num_parameters:,} parameters on {device_name(device)}; "
         + ", ".join(f"{name}: {num:,} tokens" for name, num in num_tokens.items())

@@ -52,7 +52,7 @@ class Corpus:
     facts: Counter = field(default_factory=Counter)
 
 
-def read_corpus(paths: list[str], tokenizer, max_length: int, source_bytes: int) -> Corpus:
+def read_corpus(paths: list[str], tokenizer, max_length: int, source_chars: int) -> Corpus:
     """`paths`: samples.jsonl or heldout.jsonl of `regenerate`, plain or gzipped. Raises UserError where they have no
     training or no held-out rows, or were written with another tokenizer."""
     corpus, renderer = Corpus(), Renderer(tokenizer)
@@ -63,7 +63,7 @@ def read_corpus(paths: list[str], tokenizer, max_length: int, source_bytes: int)
             raise UserError("--samples", want="some",
                             got=f"no usable row of split {name} in {', '.join(paths)}; {dict(corpus.facts)}",
                             fix="give samples.jsonl and heldout.jsonl of one `regenerate`")  # fmt: skip
-    add_sources(corpus, renderer, max_length, source_bytes)
+    add_sources(corpus, renderer, max_length, source_chars)
     return corpus
 
 
@@ -98,11 +98,11 @@ def check_tokenizer(sample: Sample, renderer: Renderer, path: str) -> None:
             raise UserError(path, got="token ids of another tokenizer", want="answers written with this one")
 
 
-def add_sources(corpus: Corpus, renderer: Renderer, max_length: int, source_bytes: int) -> None:
-    """Files in an order of their names' hashes until source_bytes are read, each cut into windows of max_length."""
-    texts, heldout, num_bytes = [], [], 0
+def add_sources(corpus: Corpus, renderer: Renderer, max_length: int, source_chars: int) -> None:
+    """Files in an order of their names' hashes until source_chars are read, each cut into windows of max_length."""
+    texts, heldout, num_chars = [], [], 0
     for name, path in source_files():
-        if num_bytes >= source_bytes:
+        if num_chars >= source_chars:
             break
         try:
             text = path.read_text("utf-8")
@@ -112,15 +112,22 @@ def add_sources(corpus: Corpus, renderer: Renderer, max_length: int, source_byte
         if renderer.any_control.search(text):
             corpus.facts["files left out: they spell a control token"] += 1
             continue
-        num_bytes += len(text)
+        num_chars += len(text)
         texts.append(text)
         heldout.append(stable_hash("heldout", name) % HELDOUT_EVERY == 0)
-    encoded = renderer.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-    for token_ids, held_out in zip(encoded, heldout, strict=True):
+    for token_ids, held_out in zip(encode_all(renderer.tokenizer, texts), heldout, strict=True):
         windows = [token_ids[i : i + max_length] for i in range(0, len(token_ids), max_length)]
-        pieces = [Document(np.array(window, np.int32)) for window in windows if len(window) >= MIN_PIECE]
+        pieces = [Document(window) for window in windows if len(window) >= MIN_PIECE]
         (corpus.heldout_sources if held_out else corpus.sources).extend(pieces)
-    corpus.facts["source files"], corpus.facts["source bytes"] = len(texts), num_bytes
+    corpus.facts["source files"], corpus.facts["source characters"] = len(texts), num_chars
+
+
+def encode_all(tokenizer, texts: list[str], at_once: int = 200) -> Iterator[np.ndarray]:
+    """int32 ids of each text; a part of them at a time, since the tokenizer's own records take 100 bytes a token."""
+    for start in range(0, len(texts), at_once):
+        encoded = tokenizer(texts[start : start + at_once], add_special_tokens=False, return_attention_mask=False,
+                            verbose=False)  # fmt: skip
+        yield from (np.array(token_ids, np.int32) for token_ids in encoded["input_ids"])
 
 
 def source_files() -> list[tuple[str, Path]]:

@@ -19,26 +19,26 @@ from dflash_train.util.errors import UserError
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import hybrid_target
-import hybrid_text
-from hybrid_text import NO_LOSS, Document
+import hybrid_target  # noqa: E402
+import hybrid_text  # noqa: E402
+from hybrid_text import NO_LOSS, Document  # noqa: E402
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Folder with a tokenizer, samples, and targets a and b (one seed) and c (another)."""
+    """Folder with a tokenizer, samples, and targets a and b of one seed."""
     folder = tmp_path_factory.mktemp("hybrid")
     tiny_tokenizer().save_pretrained(folder / "tokenizer")
     write_samples(folder / "samples.jsonl", "train", 60)
     write_samples(folder / "heldout.jsonl", "heldout", 8)
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        assert hybrid_target.main([*arguments(folder), "--seed", str(seed), "--out", str(folder / name)]) == 0
+    for name in ("a", "b"):
+        assert hybrid_target.main([*arguments(folder), "--seed", "1", "--out", str(folder / name)]) == 0
     return folder
 
 
-def arguments(folder, steps=40):
+def arguments(folder, steps=30):
     return ["--tiny", "--steps", str(steps), "--device", "cpu", "--batch-tokens", "512",
             "--tokenizer", str(folder / "tokenizer"),
             "--samples", str(folder / "samples.jsonl"), str(folder / "heldout.jsonl")]  # fmt: skip
@@ -49,9 +49,9 @@ def write_samples(path, split, num):
     with open(path, "w", encoding="utf-8") as file:
         for i in range(num):
             word = ("red", "blue", "green", "tea")[i % 4]
+            turns = [("user", f"Say {word}, {i}"), ("assistant", f"{word} {word} {word}")]
             row = {"id": f"{split}/{i}", "source": "words", "license": "MIT", "bucket": "chat", "split": split,
-                   "thinking": "off", "messages": [{"role": "user", "content": f"Say {word}, {i}"},
-                                                   {"role": "assistant", "content": f"{word} {word} {word}"}]}  # fmt: skip
+                   "thinking": "off", "messages": [{"role": who, "content": text} for who, text in turns]}  # fmt: skip
             file.write(json.dumps(row) + "\n")
 
 
@@ -62,7 +62,7 @@ def read_record(folder):
 def test_the_loss_falls_and_the_held_out_one_ends_below_the_unigrams(made):
     record = read_record(made / "a")
     first, last = record["loss"][0][-1], record["loss"][-1][-1]
-    assert record["steps"] == 40 and last < 0.8 * first
+    assert record["steps"] == 30 and last < 0.8 * first
     assert record["heldout_answer_loss"] < 0.8 * record["unigram_answer_loss"]
     assert record["data_tokens"]["sources"] > 5000 and record["heldout_answer_loss"] > 0.05
 
@@ -77,7 +77,7 @@ def test_the_folder_is_an_ordinary_target_of_the_architecture(made):
     assert {tensor.dtype for tensor in load_file(made / "a" / "model.safetensors").values()} == {torch.bfloat16}
 
 
-def test_a_folder_with_another_weight_has_a_reload_difference(made, tmp_path):
+def test_a_folder_with_another_weight_has_a_reload_difference(tmp_path):
     tokenizer = tiny_tokenizer()
     model = hybrid_target.make_model(hybrid_target.TINY, tokenizer, seed=0)
     hybrid_target.round_to_bfloat16(model)
@@ -90,9 +90,11 @@ def test_a_folder_with_another_weight_has_a_reload_difference(made, tmp_path):
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_seed_others(made):
-    a, b, c = (load_file(made / name / "model.safetensors") for name in "abc")
+    a, b = (load_file(made / name / "model.safetensors") for name in "ab")
     assert all(torch.equal(a[name], b[name]) for name in a)
-    assert not torch.equal(a["model.embed_tokens.weight"], c["model.embed_tokens.weight"])
+    fresh = [hybrid_target.make_model(hybrid_target.TINY, tiny_tokenizer(), seed).state_dict() for seed in (1, 2)]
+    assert any(not torch.equal(fresh[0][name].bfloat16(), a[name]) for name in a)
+    assert not torch.equal(fresh[0]["model.embed_tokens.weight"], fresh[1]["model.embed_tokens.weight"])
 
 
 def test_more_than_28_million_parameters_are_refused():
