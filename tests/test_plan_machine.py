@@ -95,6 +95,20 @@ def test_a_stage_refuses_a_profile_of_another_machine(monkeypatch, gpus, words):
     assert plan.check_device(build_plan("hardware=auto")).ok
 
 
+def test_a_process_alone_counts_the_memory_of_all_gpus_and_a_rank_that_of_its_own(monkeypatch):
+    """A target that is spread must not be refused for the size of one card."""
+    monkeypatch.setattr(preflight, "cuda_problem", lambda: None)
+    monkeypatch.setattr(preflight, "gpus_at_hand", lambda: [A6000, STRANGER])
+    run = build_plan("hardware=auto")
+    monkeypatch.setattr(preflight, "world_size", lambda: 1)
+    assert plan.check_gpu_memory(run, 54_000_000_000, "")[0].ok
+    monkeypatch.setattr(preflight, "world_size", lambda: 2)
+    monkeypatch.setattr(preflight, "local_rank", lambda: 1)
+    (check,) = plan.check_gpu_memory(run, 54_000_000_000, "")
+    assert not check.ok and "47.7 GB on 1x NVIDIA L40S" in check.detail
+    assert plan.check_gpu_memory(build_plan("hardware=cpu"), 1, "") == []
+
+
 def test_a_profile_with_gpus_is_refused_where_there_are_none(monkeypatch):
     monkeypatch.setattr(preflight, "cuda_problem", lambda: "no GPU found")
     check = plan.check_device(build_plan("hardware=h200"))

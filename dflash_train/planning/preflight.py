@@ -5,12 +5,12 @@ import sys
 from pathlib import Path
 
 import psutil
-import torch
 
 from dflash_train.config import Run
 from dflash_train.planning.machine import describe, gpus_at_hand, profile_problem
 from dflash_train.util.checks import Check
-from dflash_train.util.device import cuda_problem, pick_device
+from dflash_train.util.device import cuda_problem
+from dflash_train.util.dist import local_rank, world_size
 from dflash_train.util.errors import UserError
 from dflash_train.util.io import free_bytes, human_bytes
 from dflash_train.util.log import say, table
@@ -72,9 +72,12 @@ def check_device(run: Run) -> Check:
 
 
 def check_gpu_memory(run: Run, need_bytes: int, fix: str) -> list[Check]:
-    """One row where a GPU will be used, none elsewhere."""
+    """One row where a GPU will be used, none elsewhere. A process alone has all visible GPUs: a target too large for
+    one is spread over them."""
     if run.hardware.device == "cpu" or cuda_problem():
         return []
-    total = torch.cuda.mem_get_info(pick_device(run.hardware.device))[1]
-    return [Check("GPU memory", total >= need_bytes,
-                  f"{human_bytes(total)} on the card, about {human_bytes(need_bytes)} needed", fix)]  # fmt: skip
+    gpus = gpus_at_hand()
+    mine = gpus if world_size() == 1 else gpus[local_rank() : local_rank() + 1]
+    total = sum(gpu.memory_bytes for gpu in mine)
+    return [Check("GPU memory", total >= need_bytes, f"{human_bytes(total)} on {describe(mine)}, about "
+                  f"{human_bytes(need_bytes)} needed", fix)]  # fmt: skip
