@@ -48,7 +48,8 @@ def resolve_drafter(
     changes = dict(facts)
     for name, value in follow.items():
         changes[name] = value if getattr(config, name) is None else getattr(config, name)
-        require(changes[name] is not None, f"drafter.{name}", got="null, and the target has none", want="a number")
+        require(changes[name] is not None, f"drafter.{name}", got="null, and the target has none", want="a number",
+                fix=f"drafter.{name}=<number>; a mixture of experts has no width to follow")  # fmt: skip
     changes["rope_theta"] = config.rope_theta if config.rope_theta is not None else target_rope_theta(target_config)
     changes["layer_types"] = config.layer_types or ["full_attention"] * config.num_layers
     resolved = replace(config, **changes)
