@@ -3,7 +3,7 @@
 #   benchmarks/hybrid_gpu.sh target   trains the hybrid on answers of SmolLM2-135M (SAMPLES) and Python sources: 3 min
 #   benchmarks/hybrid_gpu.sh answer   the hybrid answers the mix itself; its states go to a local store: 2 to 3 min
 #   benchmarks/hybrid_gpu.sh train    a drafter for each of BLOCKS, side by side on the one card
-#   benchmarks/hybrid_gpu.sh eval     losslessness in both dtypes, then 32 seeded prompts a task in fp32: chain, DDTree 16..128
+#   benchmarks/hybrid_gpu.sh eval     32 seeded prompts a task in fp32, T=0 and 1: chain, DDTree 16..128; losslessness
 #   benchmarks/hybrid_gpu.sh report   tables of the reports that are there; also while eval runs
 # SAMPLES: samples.jsonl.gz and heldout.jsonl.gz of `smollm2_gpu.sh answer`. WORK: target, data, store, checkpoints.
 # OUT: reports and logs. TARGET_MINUTES, MINUTES: of training target and drafters. BLOCKS: block sizes, the first first.
@@ -58,52 +58,31 @@ train() {
   done
 }
 
-jobs_by_importance() {  # block size, temperature, task, method or "lossless", budget or dtype
-  for dtype in float32 bfloat16; do echo "${blocks[0]}" 0 all lossless $dtype; done
+measure() {  # name, block size, then overrides
+  local name=$1 b=$2; shift 2
+  $python -m dflash_train.eval "${common[@]}" drafter="small_b$b" eval.checkpoint="$work/ck/b$b/best" eval=dflash \
+    eval.max_new_tokens="${TOKENS:-128}" "eval.tasks=[humaneval,gsm8k,mtbench]" hardware.num_threads=2 \
+    eval.output_dir="$work/eval/$name" "$@" > "$work/eval/$name.log" 2>&1 || echo "eval $name ended with $?"
+}
+
+evaluate() {  # rounds are bound by launches: replayed where only acceptance is asked for, decoded to show losslessness
+  mkdir -p "$work/eval"
+  for dtype in float32 bfloat16; do
+    measure "b${blocks[0]}-decode-$dtype" "${blocks[0]}" eval.dtype=$dtype eval.max_margin=1.0 "eval.also=[ddtree:64]" \
+      eval.num_prompts="${LOSSLESS_PROMPTS:-4}" &
+  done
   for b in "${blocks[@]}"; do
-    for method in "dflash 1" "ddtree 64" "ddtree 16" "ddtree 128" "ddtree 32"; do
-      for temperature in 0 1; do
-        for task in humaneval gsm8k mtbench; do echo "$b" $temperature $task $method; done
-      done
+    for temperature in 0 1; do
+      measure "b$b-t$temperature" "$b" eval.dtype=float32 eval.temperature=$temperature eval.replay=true \
+        eval.num_prompts="${PROMPTS:-32}" eval.replay_batch_size=128 "eval.also=[ddtree:16,ddtree:32,ddtree:64,ddtree:128]" &
     done
   done
-}
-
-measure() {  # one job of the list; nothing where its report is there already
-  local b=$1 temperature=$2 task=$3 kind=$4 detail=$5 name="b$1-t$2-$3-$4-$5"
-  compgen -G "$work/eval/$name/*.json" > /dev/null && return
-  local this=("eval=$kind" "eval.budget=$detail" "eval.tasks=[$task]" eval.num_prompts="${PROMPTS:-32}"
-              eval.baseline=false eval.dtype=float32)
-  if [ "$kind" = lossless ]; then
-    this=(eval=dflash "eval.also=[ddtree:64]" "eval.tasks=[humaneval,gsm8k,mtbench]"
-          eval.num_prompts="${LOSSLESS_PROMPTS:-8}" eval.dtype="$detail")
-    [ "$detail" = bfloat16 ] && this+=(eval.max_margin=1.0)  # near ties differ there: the report says how many
-  fi
-  $python -m dflash_train.eval "${common[@]}" drafter="small_b$b" eval.checkpoint="$work/ck/b$b/best" \
-    eval.max_new_tokens="${TOKENS:-128}" eval.temperature="$temperature" hardware.num_threads=1 \
-    eval.output_dir="$work/eval/$name" "${this[@]}" > "$work/eval/$name.log" 2>&1 || echo "eval $name ended with $?"
-}
-
-evaluate() {  # one process a method, task and temperature: a round is bound by launches, so one leaves the card idle
-  mkdir -p "$work/eval"
-  jobs_by_importance | xargs -P "${JOBS:-15}" -L 1 bash benchmarks/hybrid_gpu.sh measure
+  wait
   report
 }
 
 report() {  # of what is there; also while it is still running
-  for b in "${blocks[@]}"; do
-    for temperature in 0 1; do
-      compgen -G "$work/eval/b$b-t$temperature-[!a]*/*.json" > /dev/null || continue
-      echo "== B=$b T=$temperature"
-      $python benchmarks/pool_reports.py "$work"/eval/b"$b"-t$temperature-[!a]*/*.json | tee "$out/pooled_b${b}_t$temperature.md"
-    done
-  done
-  if compgen -G "$work/eval/*lossless*/*.md" > /dev/null; then cat "$work"/eval/*lossless*/*.md | tee "$out/lossless.md"; fi
+  for report in "$work"/eval/*/*.md; do echo "== $report"; cat "$report"; done | tee "$out/reports.md"
 }
 
-case ${1:-} in
-  target | answer | train | report) $1 ;;
-  eval) evaluate ;;
-  measure) shift; measure "$@" ;;
-  *) sed -n '2,12p' "$0"; exit 2 ;;
-esac
+case ${1:-} in target | answer | train | report) $1 ;; eval) evaluate ;; *) sed -n '2,12p' "$0"; exit 2 ;; esac
