@@ -16,7 +16,7 @@ from dflash_train.util.errors import UserError
 DENSE, HYBRID = ("qwen3", "llama"), "qwen3_5"
 DTYPES = (torch.float32, torch.bfloat16)
 ALL = ("capture", "decode", "answer")
-CHECKS = {"rows", "layers", "padding", "prefill", "chain", "tree", "commit", "answer"}
+CHECKS = {"rows", "layers", "padding", "chain", "tree", "commit", "answer"}
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 
@@ -39,14 +39,20 @@ def named_check(target, checks=ALL, layer_ids=None) -> tuple[str, str]:
 @pytest.mark.parametrize("arch", [*DENSE, *HYBRIDS])
 def test_a_healthy_target_passes_every_check_far_below_the_limits(arch, dtype, capsys):
     findings = check(make_tiny_target(arch, dtype))
-    assert {finding.check for finding in findings} == CHECKS
+    expected = CHECKS | {"prefill"} if arch in HYBRIDS else CHECKS
+    assert {finding.check for finding in findings} == expected
     for finding in findings:
         assert finding.error <= finding.limit / (8 if dtype == torch.float32 else 3), finding
         assert finding.limit <= canary.LIMITS[dtype][-1]
     line = capsys.readouterr().out
-    assert (
-        line.startswith("canary: 8 checks, largest error ") and line.rstrip().endswith(" s") and line.count("\n") == 1
-    )
+    assert line.startswith(f"canary: {len(expected)} checks, largest error ")
+    assert line.endswith(" s\n") and line.count("\n") == 1
+
+
+def test_a_token_that_another_expert_reads_is_no_failure():
+    """Two healthy mixtures with a near tie in a router: one row of 84 was off by 0.36 and by 0.13, in bfloat16 only."""
+    check(make_tiny_target("qwen3_5_moe", torch.bfloat16, seed=19), ["capture"])
+    check(make_tiny_target("qwen3_next", torch.bfloat16, seed=8), ["capture"])
 
 
 @pytest.mark.gpu
@@ -54,7 +60,7 @@ def test_a_healthy_target_passes_every_check_far_below_the_limits(arch, dtype, c
 @pytest.mark.parametrize("arch", [*DENSE, *HYBRIDS])
 def test_a_healthy_target_passes_on_a_gpu(arch, dtype):
     findings = check(make_tiny_target(arch, dtype, "cuda"))
-    for name in sorted(CHECKS):
+    for name in sorted({finding.check for finding in findings}):
         print(arch, dtype, name, max(finding.error for finding in findings if finding.check == name))
 
 
@@ -189,6 +195,21 @@ def test_a_library_kernel_of_finite_nonsense_is_named(arch, dtype):
     module.forward = lambda *args, **kwargs: real(*args, **kwargs).roll(1, dims=-1)
     name, message = named_check(target, ["capture"])
     assert name == "prefill" and "layer 1" in message
+
+
+@every_dtype
+@pytest.mark.parametrize("arch", HYBRIDS)
+def test_a_library_kernel_that_loses_its_state_between_chunks_is_named(arch, dtype):
+    """Right up to 64 tokens: no shorter text would show it."""
+    target = make_tiny_target(arch, dtype)
+    module = target.layers[1].linear_attn
+    real = module.forward
+    module.forward = lambda hidden_states, **kwargs: torch.cat(
+        [real(hidden_states=part, **kwargs) for part in hidden_states.split(64, dim=1)], dim=1
+    )
+    name, message = named_check(target, ["capture"])
+    assert name == "prefill"
+    assert 64 <= int(message.split("at token ")[1].split(",")[0]) < 84
 
 
 # ---------------------------------------------------------------- broken decoding
