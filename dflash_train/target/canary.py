@@ -273,9 +273,8 @@ def check_answer(target: HFTarget, ids: Tensor, layer_ids: tuple[int, ...]) -> I
         chosen = logits.gather(-1, torch.tensor(answer)[:, None])[:, 0]
         behind, row = ((logits.max(-1).values - chosen) / logits.std(-1)).nan_to_num(nan=float("inf")).max(dim=0)
         where = f"token {row} of the answer to {len(prompt)} tokens, padded to {max(LENGTHS)}"
-        yield Finding(
-            "answer", float(behind), 3 * LIMITS[target.dtype][-1], where
-        )  # two noisy logits, the worst of many
+        limit = 3 * LIMITS[target.dtype][-1]  # two noisy logits, the worst of several
+        yield Finding("answer", float(behind), limit, where)
 
 
 CHECKS = {"capture": check_capture, "decode": check_decode, "answer": check_answer}
