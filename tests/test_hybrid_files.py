@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,3 +99,30 @@ def test_a_hybrid_folder_brings_its_tokenizer_and_is_the_same_target_wherever_it
 def test_an_unknown_tiny_arch_is_refused_naming_those_there_are():
     with pytest.raises(UserError, match="qwen3_5_moe"):
         tiny_module.tiny_config(tiny_module.Options(arch="qwen4"))
+
+
+@pytest.mark.parametrize(
+    "num_bytes, num_gpus, world_size, want",
+    [
+        (40e9, 2, "1", {"": torch.device("cuda", 0)}),  # fits one
+        (54e9, 2, "1", "auto"),  # Qwen3.6-27B on two 48 GB cards
+        (54e9, 1, "1", {"": torch.device("cuda", 0)}),  # nowhere else to go: loading says that memory is short
+        (54e9, 2, "2", {"": torch.device("cuda", 0)}),  # the other GPU belongs to another process
+    ],
+)
+def test_a_model_larger_than_one_gpu_is_spread_over_those_of_a_process_alone(
+    monkeypatch, num_bytes, num_gpus, world_size, want
+):
+    prepared = SimpleNamespace(folder=None, spec=SimpleNamespace(name="mine"))
+    monkeypatch.setattr(files, "weight_bytes", lambda folder, dtype: num_bytes)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (48e9, 51e9))
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    assert hf.placement(prepared, "bfloat16", torch.device("cuda", 0)) == want
+    assert hf.placement(prepared, "bfloat16", torch.device("cpu")) is None
+
+
+def test_weight_bytes_are_those_of_the_dtype_loaded_in(tmp_path):
+    folder = tiny_module.save_tiny(tmp_path / "tiny", tiny_module.Options(arch="qwen3_5"))
+    count = sum(parameter.numel() for parameter in load(folder).model.parameters())
+    assert files.weight_bytes(folder, "bfloat16") == 2 * count and files.weight_bytes(folder, "float32") == 4 * count
