@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 from hydra import compose, initialize_config_dir
+from torch._subclasses.fake_tensor import FakeTensor
 
 from dflash_train import cli, plan
 from dflash_train.config import DrafterConfig, PlanRun
@@ -43,11 +44,12 @@ def toy_drafter(**changes) -> DrafterConfig:
 
 
 def live_bytes(at_least: int = 4096) -> dict[int, tuple[int, torch.dtype]]:
-    """Address -> (bytes, dtype) of every storage that a tensor or a gradient in this process holds."""
+    """Address -> (bytes, dtype) of every storage that a tensor or a gradient in this process holds. Tensors that only
+    have a shape, which other tests' tracing leaves behind, hold none."""
     gc.collect()
     found = {}
     for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor):
+        if isinstance(thing, torch.Tensor) and not isinstance(thing, FakeTensor):
             for tensor in (thing, thing.grad if thing.is_leaf else None):
                 if tensor is not None and tensor.untyped_storage().nbytes() >= at_least:
                     found[tensor.untyped_storage().data_ptr()] = (tensor.untyped_storage().nbytes(), tensor.dtype)

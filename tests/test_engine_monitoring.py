@@ -24,6 +24,7 @@ def fake_wandb(monkeypatch, **behaviour) -> list:
             if name in behaviour:
                 behaviour[name]()
             return run
+
         return call
 
     run = SimpleNamespace(define_metric=act("define_metric"), log=act("log"), finish=act("finish"))
@@ -113,7 +114,9 @@ def test_a_signal_is_noted_and_the_handlers_come_back(number):
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-def test_a_second_ctrl_c_acts_at_once():
+def test_a_second_ctrl_c_acts_at_once(request):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with pytest.raises(KeyboardInterrupt), stop_signals():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)

@@ -74,6 +74,7 @@ def test_matrices_decay_and_vectors_do_not():
 
 def test_the_engines_config_is_plain_values():
     """Trap 37."""
+
     def plain_types(value) -> bool:
         if type(value) is dict:
             return all(type(key) is str and plain_types(item) for key, item in value.items())
