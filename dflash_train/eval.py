@@ -26,7 +26,7 @@ from dflash_train.data.chat import RenderDrop, Renderer
 from dflash_train.decode import PROPOSERS
 from dflash_train.decode.base import DraftSettings, Proposer
 from dflash_train.decode.generate import generate
-from dflash_train.decode.replay import record, replay, write_answers
+from dflash_train.decode.replay import record_answer, replay, write_answers
 from dflash_train.decode.shuffle import ShuffledFeatures
 from dflash_train.decode.verify import Sampling, Verifier
 from dflash_train.drafter.dflash import DFlashDrafter, init_weights
@@ -258,7 +258,7 @@ def replay_turns(parts: Parts, proposers: dict[str, Proposer], results: dict[str
             conversation.answer(answer)
             prompt = conversation.prompt
             features = next(iter(proposers.values())).features
-            recording = record(parts.target, ids, answer, features)
+            recording = record_answer(parts.target, ids, answer, features)
             for name, proposer in proposers.items():
                 generation = replay(recording, proposer, config.max_new_tokens)
                 results[name].results.append(PromptResult(prompt.task, prompt.id, turn, generation))

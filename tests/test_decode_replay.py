@@ -11,7 +11,7 @@ from dflash_train.decode.base import DraftSettings
 from dflash_train.decode.ddtree import Proposer as DDTree
 from dflash_train.decode.dflash import Proposer as DFlash
 from dflash_train.decode.generate import generate
-from dflash_train.decode.replay import record, replay, write_answers
+from dflash_train.decode.replay import record_answer, replay, write_answers
 from dflash_train.decode.shuffle import ShuffledFeatures
 from dflash_train.decode.verify import Sampling, Verifier
 from dflash_train.target.tiny import make_tiny_target
@@ -43,7 +43,7 @@ def test_greedy_rounds_are_those_of_decoding(parts, max_new_tokens):
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         for proposer in proposers(parts):
             real = generate(target, proposer, Verifier(Sampling()), prompt, max_new_tokens)
-            again = replay(record(target, prompt, answer, proposer.features), proposer, max_new_tokens)
+            again = replay(record_answer(target, prompt, answer, proposer.features), proposer, max_new_tokens)
             assert again.token_ids == real.token_ids == answer
             assert again.round_lengths == real.round_lengths and again.draft_lengths == real.draft_lengths
             assert again.stopped_by == real.stopped_by and again.decode_s == 0
@@ -59,7 +59,7 @@ def test_an_answer_ends_at_its_stop_token_as_in_decoding(parts, monkeypatch):
     monkeypatch.setattr(target, "spec", dataclasses.replace(real_spec, stop_ids=(stop,)))
     for proposer in proposers(parts):
         real = generate(target, proposer, Verifier(Sampling()), PROMPTS[0], NUM_TOKENS)
-        again = replay(record(target, PROMPTS[0], short, proposer.features), proposer, NUM_TOKENS)
+        again = replay(record_answer(target, PROMPTS[0], short, proposer.features), proposer, NUM_TOKENS)
         assert again.token_ids == real.token_ids == short and again.round_lengths == real.round_lengths
         assert again.stopped_by == "stop"
 
@@ -71,7 +71,7 @@ def test_sampled_rounds_have_decodings_mean(parts):
     count = 24
     answers = write_answers(target, PROMPTS[:1] * count, sampling, max_new_tokens=12, batch_size=count, seed=5)
     assert len({tuple(a) for a in answers}) > count // 2
-    replayed = [replay(record(target, PROMPTS[0], a, proposer.features), proposer, 12) for a in answers]
+    replayed = [replay(record_answer(target, PROMPTS[0], a, proposer.features), proposer, 12) for a in answers]
     real = [generate(target, proposer, Verifier(sampling, seed=i), PROMPTS[0], 12) for i in range(count)]
     mean = [torch.tensor([sum(g.round_lengths) / max(1, len(g.round_lengths)) for g in kind]) for kind in
             (replayed, real)]  # fmt: skip

@@ -33,7 +33,7 @@ def write_answers(target: TargetModel, prompts: list[list[int]], sampling: Sampl
     return answers
 
 
-def record(target: TargetModel, prompt_ids: list[int], token_ids: list[int], spec: FeatureSpec) -> "Recording":
+def record_answer(target: TargetModel, prompt_ids: list[int], token_ids: list[int], spec: FeatureSpec) -> "Recording":
     """The answer with the target's rows of the whole text, from one pass."""
     text = torch.tensor([prompt_ids + token_ids])
     if not spec.layer_ids and not spec.last_hidden:
