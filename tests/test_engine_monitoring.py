@@ -12,6 +12,7 @@ import pytest
 from dflash_train.config import WandbConfig
 from dflash_train.engine import monitoring
 from dflash_train.engine.monitoring import Metrics, stop_signals, wandb_mode
+from dflash_train.util.errors import UserError
 
 
 def fake_wandb(monkeypatch, **behaviour) -> list:
@@ -91,6 +92,15 @@ def test_only_rank_0_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(monitoring, "is_main", lambda: False)
     write(tmp_path, [1], mode="online")
     assert calls == [] and not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_full_disk_is_one_message_that_names_rank_and_file(tmp_path):
+    metrics = Metrics(tmp_path, WandbConfig(mode="disabled"), {}, None, "run")
+    metrics._file = open("/dev/full", "a", encoding="utf-8")  # noqa: SIM115 (closed below)
+    for act in (lambda: metrics.log(1, {"loss": 1.0}), metrics.close):
+        with pytest.raises(UserError, match=r"metrics\.jsonl(.|\n)*rank 0 could not write it(.|\n)*No space left"):
+            act()
 
 
 def test_a_new_run_starts_a_new_file_and_a_resumed_one_continues_at_its_checkpoint(tmp_path):

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dflash_train.config import WandbConfig
+from dflash_train.engine.agree import writing
 from dflash_train.util.dist import is_main
 from dflash_train.util.errors import UserError
 from dflash_train.util.io import json_line, read_jsonl, write_jsonl
@@ -74,14 +75,16 @@ class Metrics:
         if self._file is None:
             return
         row = {"step": step, **values}
-        self._file.write(json_line(row))
-        self._file.flush()
+        with writing(self.path):
+            self._file.write(json_line(row))
+            self._file.flush()
         if self._wandb is not None:
             self._guarded(lambda: self._wandb.log(row))
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with writing(self.path):
+                self._file.close()
             self._file = None
         if self._wandb is not None:
             # finish() waits for the upload for as long as the network takes; training is over and does not.
