@@ -1,13 +1,13 @@
 """Frozen data that crosses a stage boundary.
 
-    Sample        one conversation of the mix, before or after the target answered it     (mix -> regenerate -> extract)
-    Rendered      its token ids and exact loss mask                                        (chat -> extract)
-    HiddenShard   captured rows of many samples                                            (extract -> store -> train)
-    TargetHead    the target's frozen embedding and head                                   (target -> store -> drafter)
-    DraftBatch    packed rows of documents                                                 (loader -> train)
-    Blocks        anchors and what each block slot reads and predicts                      (anchors -> drafter, loss)
-    Features      target rows a proposer asked for                                         (target -> proposer)
-    Tree, Verdict, Generation                                                              (decode)
+Sample        one conversation of the mix, before or after the target answered it     (mix -> regenerate -> extract)
+Rendered      its token ids and exact loss mask                                        (chat -> extract)
+HiddenShard   captured rows of many samples                                            (extract -> store -> train)
+TargetHead    the target's frozen embedding and head                                   (target -> store -> drafter)
+DraftBatch    packed rows of documents                                                 (loader -> train)
+Blocks        anchors and what each block slot reads and predicts                      (anchors -> drafter, loss)
+Features      target rows a proposer asked for                                         (target -> proposer)
+Tree, Verdict, Generation                                                              (decode)
 """
 
 from dataclasses import dataclass, field

@@ -1,6 +1,6 @@
 """`make demo`: the whole pipeline on a small real model, by the very commands a user types, into a real S3 bucket.
 
-    mix -> regenerate -> extract (S3) -> train (DeepSpeed) -> eval (autoregressive, chain, tree) -> export
+mix -> regenerate -> extract (S3) -> train (DeepSpeed) -> eval (autoregressive, chain, tree) -> export
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """A real S3 server on loopback for the demo and the tests: SeaweedFS's `weed`, one process, one folder.
 
-    with S3Server("runs/demo/s3") as server:
-        os.environ.update(server.environment)     # AWS_ENDPOINT_URL and throw-away credentials
+with S3Server("runs/demo/s3") as server:
+    os.environ.update(server.environment)     # AWS_ENDPOINT_URL and throw-away credentials
 """
 
 import json

@@ -27,9 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 
 def example(dtype=torch.float64, num_anchors=12, block_size=5):
     batch = packed_batch([[(11, 3, 11), (9, 2, 6)], [(16, 4, 14)]], 22, dtype=dtype)
-    blocks = draw_anchors(
-        batch, num_anchors=num_anchors, block_size=block_size, mask_token_id=MASK_ID, seed=0, epoch=0
-    )
+    blocks = draw_anchors(batch, num_anchors=num_anchors, block_size=block_size, mask_token_id=MASK_ID, seed=0, epoch=0)
     generator = torch.Generator().manual_seed(7)
     hidden = torch.randn(2, num_anchors, block_size, HIDDEN, generator=generator).to(dtype)
     return batch, blocks, hidden.requires_grad_()

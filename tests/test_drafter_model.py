@@ -46,8 +46,17 @@ def test_the_27b_preset_has_58_tensors_and_1730213120_parameters():
 )
 def test_parameter_counts_equal_the_published_files(shape, count):
     layers, taps, hidden, width, heads, kv, head_dim = shape
-    config = tiny_config([FULL] * layers, taps=taps, hidden_size=hidden, intermediate_size=width, num_heads=heads,
-                         num_kv_heads=kv, head_dim=head_dim, target_hidden_size=hidden, num_target_layers=9)
+    config = tiny_config(
+        [FULL] * layers,
+        taps=taps,
+        hidden_size=hidden,
+        intermediate_size=width,
+        num_heads=heads,
+        num_kv_heads=kv,
+        head_dim=head_dim,
+        target_hidden_size=hidden,
+        num_target_layers=9,
+    )
     assert sum(torch.Size(s).numel() for s in parameter_shapes(config).values()) == count
 
 

@@ -1,7 +1,7 @@
 """Our exported drafters in the peers' own code: dflash 0.1.0, specforge 0.2.0 and speculators 0.9.0 from `.peers/`.
 
-    every tensor loads, with nothing missing or unexpected but embeddings and heads
-    float32 draft logits agree to 1e-4, where each peer has the semantics that serve (traps.md 24)
+every tensor loads, with nothing missing or unexpected but embeddings and heads
+float32 draft logits agree to 1e-4, where each peer has the semantics that serve (traps.md 24)
 """
 
 import importlib.abc

@@ -92,7 +92,7 @@ def test_the_recorded_norm_gain_and_offset_are_the_ones_the_model_applies(arch):
     handle = target.decoder.norm.register_forward_hook(lambda m, args, out: seen.append((args[0], out)))
     target.capture(ids[None], (), last_hidden=True)
     handle.remove()
-    (x, out), = seen
+    ((x, out),) = seen
     assert head.final_norm_offset == 0.0
     scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + head.final_norm_eps)
     assert (x * scale * (head.final_norm + head.final_norm_offset) - out).abs().max() < 1e-5

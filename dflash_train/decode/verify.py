@@ -1,10 +1,10 @@
 """The accept rules. Whatever was drafted, what comes out follows the target's own distribution.
 
-    temperature 0     from the root, walk to the child with the target's argmax token; without one, it is the bonus.
-    accept=sample     the same walk with the target's sample instead of its argmax: the emitted tokens are the target's
-                      own samples, whatever the tree. Works for any tree drafted without looking at the sample.
-    accept=rejection  chains drawn from known draft probabilities q: token x stays when u * q(x) < p(x); the first one
-                      that does not is replaced by a sample of max(p - q, 0), renormalised.
+temperature 0     from the root, walk to the child with the target's argmax token; without one, it is the bonus.
+accept=sample     the same walk with the target's sample instead of its argmax: the emitted tokens are the target's
+                  own samples, whatever the tree. Works for any tree drafted without looking at the sample.
+accept=rejection  chains drawn from known draft probabilities q: token x stays when u * q(x) < p(x); the first one
+                  that does not is replaced by a sample of max(p - q, 0), renormalised.
 """
 
 from dataclasses import dataclass

@@ -286,4 +286,3 @@ def _client_failure(error: failures.ClientError, name: str, bucket: str) -> Exce
 
 def _crc32(data: bytes) -> str:
     return base64.b64encode(binascii.crc32(data).to_bytes(4, "big")).decode()
-

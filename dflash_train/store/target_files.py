@@ -1,9 +1,9 @@
 """What the store keeps of the target, so that the bucket alone is enough to train: the head, and small files.
 
-    target/target_head.safetensors    embedding, head (only when untied), final_norm; norm's offset and eps as metadata
-    target/config.json                of the text model
-    target/...                        tokenizer files, chat_template.jinja
-    target/files.json                 bytes and sha256 of each, written last: without it there are no target files
+target/target_head.safetensors    embedding, head (only when untied), final_norm; norm's offset and eps as metadata
+target/config.json                of the text model
+target/...                        tokenizer files, chat_template.jinja
+target/files.json                 bytes and sha256 of each, written last: without it there are no target files
 """
 
 import hashlib
