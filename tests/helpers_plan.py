@@ -49,7 +49,8 @@ def live_bytes(at_least: int = 4096) -> dict[int, tuple[int, torch.dtype]]:
     gc.collect()
     found = {}
     for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor) and not isinstance(thing, FakeTensor):
+        kind = type(thing)  # isinstance would follow weak proxies, and some are dead
+        if issubclass(kind, torch.Tensor) and not issubclass(kind, FakeTensor):
             for tensor in (thing, thing.grad if thing.is_leaf else None):
                 if tensor is not None and tensor.untyped_storage().nbytes() >= at_least:
                     found[tensor.untyped_storage().data_ptr()] = (tensor.untyped_storage().nbytes(), tensor.dtype)
