@@ -170,14 +170,20 @@ def load_parts(run: EvalRun) -> Parts:
 
 def can_ask(parts: Parts, prompt: EvalPrompt) -> bool:
     """The first turn renders and fits; otherwise it is counted in parts.skipped for every method alike."""
+    return bool(next_question(parts, Conversation(prompt, parts.run.eval.thinking, parts.renderer), 0))
+
+
+def next_question(parts: Parts, conversation: Conversation, turn: int) -> list[int]:
+    """Prompt ids of the turn, [] (and counted) where it cannot be asked."""
     try:
-        ids = Conversation(prompt, parts.run.eval.thinking, parts.renderer).ask(0)
+        ids = conversation.ask(turn)
+        problem = "" if len(ids) <= room(parts) else "prompt too long"
     except RenderDrop as drop:
-        parts.skipped[f"{prompt.task}: {drop.reason}"] += 1
-        return False
-    fits = len(ids) <= room(parts)
-    parts.skipped[f"{prompt.task}: prompt too long"] += not fits
-    return fits
+        problem = drop.reason
+    if not problem:
+        return ids
+    parts.skipped[f"{conversation.prompt.task}: {'later turn' if turn else problem}"] += 1
+    return []
 
 
 def room(parts: Parts) -> int:
@@ -266,17 +272,6 @@ def replay_turns(parts: Parts, proposers: dict[str, Proposer], results: dict[str
         turn += 1
         open_conversations = [c for c, _ in asked if turn < len(c.prompt.turns)]
     progress.close()
-
-
-def next_question(parts: Parts, conversation: Conversation, turn: int) -> list[int]:
-    """Prompt ids of the turn, [] (and counted) where it cannot be asked."""
-    try:
-        ids = conversation.ask(turn)
-    except RenderDrop:
-        ids = []
-    fits = 0 < len(ids) <= room(parts)
-    parts.skipped[f"{conversation.prompt.task}: later turn"] += not fits
-    return ids if fits else []
 
 
 def make_verifier(run: EvalRun, *key: object) -> Verifier:
