@@ -6,7 +6,7 @@ Not frozen, since OmegaConf merges into them; nobody changes them after `cli.py`
 
 from dflash_train.config.checks import require, require_choice
 from dflash_train.config.data import AnswersConfig, DataConfig, SamplingConfig, SourceConfig
-from dflash_train.config.hardware import HardwareConfig
+from dflash_train.config.hardware import SPREAD_ABOVE, HardwareConfig
 from dflash_train.config.models import DrafterConfig, TargetConfig, TargetShape
 from dflash_train.config.outcome import EvalConfig, ExportConfig
 from dflash_train.config.plan import AssumeConfig
@@ -24,6 +24,7 @@ from dflash_train.config.store import ExtractConfig, StoreConfig
 from dflash_train.config.train import TrainConfig, WandbConfig, ZeroConfig
 
 __all__ = [
+    "SPREAD_ABOVE",
     "AnswersConfig",
     "AssumeConfig",
     "DataConfig",

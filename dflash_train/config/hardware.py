@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from dflash_train.config.checks import require, require_choice
 
+SPREAD_ABOVE = 0.9
+"""Share of a GPU's memory above which `target=hf` spreads the weights over all visible GPUs, and `plan` reckons so."""
+
 
 @dataclass
 class HardwareConfig:

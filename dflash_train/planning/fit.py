@@ -3,13 +3,11 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from dflash_train.config import PlanRun
+from dflash_train.config import SPREAD_ABOVE, PlanRun
 from dflash_train.planning import memory
 from dflash_train.planning.shapes import TargetSizes, layers_parameters, table_parameters, target_parameters
 
 PARTS = ("weights", "KV", "state", "stash", "drafter", "optimizer", "activations", "logits")
-SPREAD_ABOVE = 0.9
-"""Share of a GPU's memory above which the target's weights are spread over all visible GPUs, as `target=hf` does."""
 MOST_GPUS = 8
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_train.config import HardwareConfig, TargetConfig
+from dflash_train.config import SPREAD_ABOVE, HardwareConfig, TargetConfig
 from dflash_train.records import Features, FeatureSpec, TargetHead
 from dflash_train.target import files
 from dflash_train.target.attention import HFSession
@@ -61,13 +61,14 @@ def placement(prepared: files.TargetFiles, dtype: str, device: torch.device) -> 
     of one. As many GPUs as processes share a host leave one to each, so only a process alone spreads."""
     if device.type != "cuda":
         return None
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or torch.cuda.device_count() == 1:
+        return {"": device}
     num_bytes = files.weight_bytes(prepared.folder, dtype)
-    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    if alone and torch.cuda.device_count() > 1 and num_bytes > 0.9 * torch.cuda.mem_get_info(device)[0]:
-        say(f"target {prepared.spec.name}: {human_bytes(num_bytes)} of weights are spread over "
-            f"{torch.cuda.device_count()} GPUs")  # fmt: skip
-        return "auto"
-    return {"": device}
+    if num_bytes <= SPREAD_ABOVE * torch.cuda.mem_get_info(device)[0]:
+        return {"": device}
+    say(f"target {prepared.spec.name}: {human_bytes(num_bytes)} of weights are spread over "
+        f"{torch.cuda.device_count()} GPUs")  # fmt: skip
+    return "auto"
 
 
 def refuse_missing(info: dict, prepared: files.TargetFiles) -> None:
