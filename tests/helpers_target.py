@@ -62,3 +62,21 @@ def plain_hidden(target, token_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The library's own hidden_states for i64[T]: N+1 tensors [T, H]."""
     out = target.model(input_ids=token_ids[None], use_cache=False, output_hidden_states=True)
     return tuple(state[0] for state in out.hidden_states)
+
+
+def rows_of(output) -> torch.Tensor:
+    """A decoder layer's output [T, H] for a batch of one; some releases wrap it in a tuple."""
+    return (output[0] if isinstance(output, tuple) else output)[0]
+
+
+def hooked_hidden(target, token_ids: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], dict[int, torch.Tensor]]:
+    """(`plain_hidden`, what hooks on the decoder layers saw in that pass: id -> [T, H])."""
+    hooked = {}
+    handles = [
+        layer.register_forward_hook(lambda m, a, out, i=i: hooked.update({i: rows_of(out)}))
+        for i, layer in enumerate(target.layers)
+    ]
+    states = plain_hidden(target, token_ids)
+    for handle in handles:
+        handle.remove()
+    return states, hooked

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers_hybrid import DENSE, HYBRIDS, plain_answer
-from helpers_target import plain_hidden, plain_logits, random_ids, tiny
+from helpers_target import hooked_hidden, plain_logits, random_ids, tiny
 
 from dflash_train.target.base import hf_index
 
@@ -26,15 +26,8 @@ def greedy(target, prompts: list[list[int]], count: int) -> list[list[int]]:
 @pytest.mark.parametrize("arch", HYBRIDS)
 def test_layer_id_is_hidden_states_plus_one_and_equals_a_hook_bit_for_bit(arch):
     """Trap 1: on recurrent layers and on the full one before the norm alike; order and duplicates are kept."""
-    target, ids, hooked = tiny(arch), random_ids(23, 1), {}
-    rows = lambda output: (output[0] if isinstance(output, tuple) else output)[0]
-    handles = [
-        layer.register_forward_hook(lambda m, a, out, i=i: hooked.update({i: rows(out)}))
-        for i, layer in enumerate(target.layers)
-    ]
-    states = plain_hidden(target, ids)
-    for handle in handles:
-        handle.remove()
+    target, ids = tiny(arch), random_ids(23, 1)
+    states, hooked = hooked_hidden(target, ids)
     features, wanted = target.capture(ids[None], (2, 0, 1, 2)), (2, 0, 1, 2)
     for part, layer_id in zip(features.hidden[0].split(target.spec.hidden_size, dim=-1), wanted, strict=True):
         assert torch.equal(part, states[hf_index(layer_id)]) and torch.equal(part, hooked[layer_id])

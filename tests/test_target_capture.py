@@ -3,10 +3,12 @@
 import pytest
 import torch
 from helpers_target import (
+    hooked_hidden,
     one_thread,  # noqa: F401
     plain_hidden,
     plain_logits,
     random_ids,
+    rows_of,
     tiny,
 )
 
@@ -14,11 +16,6 @@ from dflash_train.target.base import check_layer_ids, default_layer_ids, hf_inde
 from dflash_train.util.errors import UserError
 
 ARCHS = ("qwen3", "llama")
-
-
-def rows_of(output) -> torch.Tensor:
-    """A decoder layer's output [T, H] for a batch of one; some releases wrap it in a tuple."""
-    return (output[0] if isinstance(output, tuple) else output)[0]
 
 
 def num_hooks(target) -> int:
@@ -29,14 +26,7 @@ def num_hooks(target) -> int:
 def test_layer_id_is_hidden_states_plus_one_and_equals_a_hook_bit_for_bit(arch):
     """Trap 1: id L is hidden_states[L+1], bit-equal to a hook; order and duplicates of the list are kept."""
     target, ids = tiny(arch), random_ids(23, 1)
-    hooked = {}
-    handles = [
-        layer.register_forward_hook(lambda m, a, out, i=i: hooked.update({i: rows_of(out)}))
-        for i, layer in enumerate(target.layers)
-    ]
-    states = plain_hidden(target, ids)
-    for handle in handles:
-        handle.remove()
+    states, hooked = hooked_hidden(target, ids)
     features = target.capture(ids[None], (1, 0, 1))
     width = target.spec.hidden_size
     assert features.hidden.shape == (1, 23, 3 * width) and features.last_hidden is None
