@@ -17,6 +17,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # 130 MB of sources; no
 
 import argparse
 import copy
+import inspect
 import math
 import shutil
 import sys
@@ -110,6 +111,7 @@ def make_model(recipe: Recipe, tokenizer, seed: int):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             init_gate_(name, parameter)
+    use_torch_delta_rule(model)
     return model
 
 
@@ -124,6 +126,19 @@ def init_gate_(name: str, parameter: Tensor) -> None:
     elif name.endswith("dt_bias"):
         step = torch.empty_like(parameter).uniform_(math.log(1e-3), math.log(1e-1)).exp_()
         parameter.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+
+
+def use_torch_delta_rule(model) -> None:
+    """Train by transformers' own torch recurrence, in float32: fla has no correct backward on Hopper with Triton below
+    3.7.1 (it refuses), and autocast would round the recurrent state to bfloat16."""
+    module = sys.modules[type(model).__module__]
+    plain = inspect.unwrap(module.torch_chunk_gated_delta_rule)
+
+    def chunk_gated_delta_rule(query: Tensor, *args, **kwargs):
+        with torch.autocast(query.device.type, enabled=False):
+            return plain(query, *args, **kwargs)
+
+    module.torch_chunk_gated_delta_rule = chunk_gated_delta_rule
 
 
 def loss_sum(model, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
