@@ -27,7 +27,8 @@ class RawRow:
     row, or `skip` which rule of the source left it out (that is no defect, and strict mode does not mind it).
 
     location: file:line, for messages. group: rows of one group never fall on both sides of the hold-out (None = alone).
-    notes: repairs worth counting that lost nothing.
+    unique: rows of one source with equal `unique` are one question, of which the mixer keeps the first. kind: a subset
+    inside the source (OpenOrca's "t0") whose share the recipe may cap. notes: repairs worth counting.
     """
 
     location: str
@@ -38,6 +39,8 @@ class RawRow:
     license: str | None = None
     thinking: str | None = None
     group: str | None = None
+    unique: str | None = None
+    kind: str | None = None
     notes: tuple[str, ...] = ()
     drop: str | None = None
     skip: str | None = None
