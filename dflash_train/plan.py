@@ -180,7 +180,7 @@ def show_rounds(run: PlanRun, sizes: TargetSizes) -> None:
         say(f"verify: layers spread over {ways} GPUs, as this version does; TP {ways}: all of them at once, from which "
             "the speedups are")  # fmt: skip
     launch_ms = 1000 * run.assume.launch_s_per_layer * sizes.num_layers
-    say(f"until the target runs under CUDA graphs a pass takes about {launch_ms:.0f} ms, whatever it verifies "
+    say(f"until the target runs under CUDA graphs a pass takes up to {launch_ms:.0f} ms, whatever it verifies "
         "(assume.launch_s_per_layer)")  # fmt: skip
 
 
