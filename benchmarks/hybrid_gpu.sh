@@ -32,6 +32,7 @@ if [ -n "${TINY:-}" ]; then
   training=(train=demo train.max_steps=1)
 fi
 mkdir -p "$out"
+. benchmarks/gpu_drafters.sh
 
 target() {
   [ -z "${TINY:-}" ] || $python -c "from dflash_train.target import tiny
@@ -45,44 +46,13 @@ answer() {
   $python -m dflash_train.extract "${common[@]}" store.root="$work/store" "${extracting[@]}"
 }
 
-train_one() {  # block size
-  $python -m dflash_train.train "${common[@]}" store.root="$work/store" drafter="small_b$1" "${training[@]}" \
-    train.output_dir="$work/ck/b$1" train.wandb.mode=disabled > "$out/train_b$1.log" 2>&1 \
-    || echo "train B=$1 ended with $?"
-}
-
-train() {
-  for b in "${blocks[@]}"; do train_one "$b" & done; wait
+evaluate() {
+  for dtype in float32 bfloat16; do lossless $dtype & done
   for b in "${blocks[@]}"; do
-    echo "== B=$b"; grep -E "^step" "$out/train_b$b.log" | tail -n 2; tail -n 22 "$out/train_b$b.log"
-  done
-}
-
-measure() {  # name, block size, then overrides
-  local name=$1 b=$2; shift 2
-  $python -m dflash_train.eval "${common[@]}" drafter="small_b$b" eval.checkpoint="$work/ck/b$b/best" eval=dflash \
-    eval.max_new_tokens="${TOKENS:-128}" "eval.tasks=[humaneval,gsm8k,mtbench]" hardware.num_threads=2 \
-    eval.output_dir="$work/eval/$name" "$@" > "$work/eval/$name.log" 2>&1 || echo "eval $name ended with $?"
-}
-
-evaluate() {  # rounds are bound by launches: replayed where only acceptance is asked for, decoded to show losslessness
-  mkdir -p "$work/eval"
-  for dtype in float32 bfloat16; do
-    measure "b${blocks[0]}-decode-$dtype" "${blocks[0]}" eval.dtype=$dtype eval.max_margin=1.0 "eval.also=[ddtree:64]" \
-      eval.num_prompts="${LOSSLESS_PROMPTS:-4}" &
-  done
-  for b in "${blocks[@]}"; do
-    for temperature in 0 1; do
-      measure "b$b-t$temperature" "$b" eval.dtype=float32 eval.temperature=$temperature eval.replay=true \
-        eval.num_prompts="${PROMPTS:-32}" eval.replay_batch_size=128 "eval.also=[ddtree:16,ddtree:32,ddtree:64,ddtree:128]" &
-    done
+    for temperature in 0 1; do replayed "b$b-t$temperature" "$b" eval.temperature=$temperature & done
   done
   wait
   report
-}
-
-report() {  # of what is there; also while it is still running
-  for report in "$work"/eval/*/*.md; do echo "== $report"; cat "$report"; done | tee "$out/reports.md"
 }
 
 case ${1:-} in target | answer | train | report) $1 ;; eval) evaluate ;; *) sed -n '2,12p' "$0"; exit 2 ;; esac

@@ -1,6 +1,7 @@
 """The small hybrid of benchmarks/: trained end to end in tiny, one document a row, its folder an ordinary target."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -158,8 +159,11 @@ def test_samples_without_held_out_rows_and_those_of_another_tokenizer_are_refuse
     assert "another tokenizer" in capsys.readouterr().err and not (tmp_path / "x").exists()
 
 
-def test_the_gpu_script_parses_and_names_its_steps():
-    script = str(BENCHMARKS / "hybrid_gpu.sh")
-    assert subprocess.run(["bash", "-n", script]).returncode == 0
-    usage = subprocess.run(["bash", script], capture_output=True, text=True)
-    assert usage.returncode == 2 and all(step in usage.stdout for step in ("target", "answer", "train", "eval"))
+@pytest.mark.parametrize("name, steps", [("hybrid_gpu.sh", ("target", "answer", "train", "eval", "report")),
+                                         ("smollm2_gpu.sh", ("answer", "train", "eval", "report"))])  # fmt: skip
+def test_the_gpu_scripts_parse_and_name_their_steps(name, steps, tmp_path):
+    for script in (name, "gpu_drafters.sh"):
+        assert subprocess.run(["bash", "-n", str(BENCHMARKS / script)]).returncode == 0
+    environment = {**os.environ, "WORK": str(tmp_path)}
+    usage = subprocess.run(["bash", str(BENCHMARKS / name)], capture_output=True, text=True, env=environment)
+    assert usage.returncode == 2 and all(f"{name} {step}" in usage.stdout for step in steps)
