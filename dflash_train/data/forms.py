@@ -15,7 +15,8 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dflash_train.data.clean import PLACEHOLDERS, SURROGATE, Drop, clean_text, clean_tools, parse_literal
+from dflash_train.data.schemas import clean_tools
+from dflash_train.data.text import PLACEHOLDERS, SURROGATE, Drop, clean_text, parse_literal
 
 ID_KEYS = ("id", "uuid", "prompt_id", "conversation_id", "task_id", "question_id", "_id")
 PROMPT_KEYS = ("prompt", "question", "query", "problem", "turns")

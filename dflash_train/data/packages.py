@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dflash_train.config import DataConfig, SourceConfig
-from dflash_train.data.clean import Drop, clean_tools
 from dflash_train.data.forms import RawRow, row_id
+from dflash_train.data.schemas import clean_tools
+from dflash_train.data.text import Drop, Skip
 from dflash_train.util.errors import UserError
 from dflash_train.util.packages import fetch_wheel
 from dflash_train.util.provenance import digest, stable_hash
@@ -87,14 +88,6 @@ class ChatterbotOptions(WheelOptions):
 
 OPTIONS = {"evals": EvalsOptions, "stdlib_code": StdlibOptions, "pydoc": PydocOptions, "bfcl": BfclOptions,
            "chatterbot": ChatterbotOptions}  # fmt: skip
-
-
-class Skip(Exception):
-    """The source's own rule leaves this row out."""
-
-    def __init__(self, reason: str):
-        self.reason = reason
-        super().__init__(reason)
 
 
 def read(name: str, config: SourceConfig, data: DataConfig) -> Iterator[RawRow]:
