@@ -5,7 +5,15 @@ Not frozen, since OmegaConf merges into them; nobody changes them after `cli.py`
 """
 
 from dflash_train.config.checks import require, require_choice
-from dflash_train.config.data import AnswersConfig, DataConfig, SamplingConfig, SourceConfig
+from dflash_train.config.data import (
+    AnswersConfig,
+    ClientConfig,
+    DataConfig,
+    NearDuplicatesConfig,
+    QualityConfig,
+    SamplingConfig,
+    SourceConfig,
+)
 from dflash_train.config.hardware import SPREAD_ABOVE, HardwareConfig
 from dflash_train.config.models import DrafterConfig, TargetConfig, TargetShape
 from dflash_train.config.outcome import EvalConfig, ExportConfig
@@ -27,6 +35,7 @@ __all__ = [
     "SPREAD_ABOVE",
     "AnswersConfig",
     "AssumeConfig",
+    "ClientConfig",
     "DataConfig",
     "DrafterConfig",
     "EvalConfig",
@@ -37,7 +46,9 @@ __all__ = [
     "ExtractRun",
     "HardwareConfig",
     "MixRun",
+    "NearDuplicatesConfig",
     "PlanRun",
+    "QualityConfig",
     "RegenerateRun",
     "Run",
     "SamplingConfig",

@@ -47,6 +47,7 @@ class TargetConfig:
     dtype: str = "bfloat16"  # bfloat16 | float32
     mask_token_id: int | None = None  # a real embedding row that never occurs in text
     chat_template: str | None = None  # path of a Jinja file; null = the tokenizer's own
+    template_hash: str | None = None  # what the template must be, as manifests say it; null = any
     trust_remote_code: bool = False
     canary: bool = True  # check, whenever it is loaded, that it computes what it should (target/canary.py)
     num_layers: int | None = None

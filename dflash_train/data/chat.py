@@ -12,7 +12,7 @@ from jinja2.exceptions import TemplateError
 
 from dflash_train.records import Rendered, Sample
 from dflash_train.util.errors import UserError
-from dflash_train.util.provenance import canonical_json, digest
+from dflash_train.util.provenance import canonical_json, template_hash
 
 PROBE = "zqprobeqz"  # text no template and no tokenizer treats specially
 
@@ -23,11 +23,6 @@ class RenderDrop(Exception):
     def __init__(self, reason: str, detail: str = ""):
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason, self.detail = reason, detail
-
-
-def template_hash(tokenizer) -> str:
-    """Short sha256 of the chat template (a text, or named texts)."""
-    return digest(tokenizer.chat_template)
 
 
 def history(sample: Sample) -> list[dict]:

@@ -17,7 +17,7 @@ from dflash_train.config import TargetConfig
 from dflash_train.target.base import TargetSpec, WeightsStatus
 from dflash_train.util.errors import UserError
 from dflash_train.util.hf import transformers
-from dflash_train.util.provenance import canonical_json
+from dflash_train.util.provenance import canonical_json, template_hash
 
 # model_type of the text config -> offset of its RMSNorm gain: 0.0 for x*w, 1.0 for x*(1+w).
 NORM_OFFSETS = {"llama": 0.0, "mistral": 0.0, "qwen2": 0.0, "qwen3": 0.0, "qwen3_moe": 0.0,
@@ -235,6 +235,12 @@ def load_tokenizer(folder: Path, config: TargetConfig):
     if not tokenizer.chat_template:
         raise UserError("target.chat_template", got=f"{config.name} ships no chat template",
                         want="a model with one, or the path of a Jinja file")  # fmt: skip
+    found = template_hash(tokenizer)
+    if config.template_hash not in (None, found):
+        raise UserError("target.template_hash", got=f"{config.template_hash}, but the chat template here is {found}",
+                        want="the template that the data was made with",
+                        fix="restore it (target.chat_template=<its file>); or, to start anew with this one, "
+                        f"target.template_hash={found}")  # fmt: skip
     return tokenizer
 
 

@@ -27,6 +27,11 @@ def digest(value: object, length: int = 16) -> str:
     return hashlib.sha256(canonical_json(value).encode("utf-8")).hexdigest()[:length]
 
 
+def template_hash(tokenizer) -> str:
+    """Short sha256 of a tokenizer's chat template (a text, or named texts)."""
+    return digest(tokenizer.chat_template)
+
+
 def redact(value: object) -> object:
     """Copy with the values of credential-like keys replaced."""
     if isinstance(value, dict):
