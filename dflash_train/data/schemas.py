@@ -71,7 +71,7 @@ def json_schema(schema: object) -> object:
         return schema
     out = {}
     for key, value in schema.items():
-        if key == "type" and isinstance(value, str | list):
+        if key == "type" and not isinstance(value, dict):
             value = _type_names(value)
         elif key == "properties" and isinstance(value, dict):  # its keys are parameter names, 'type' among them
             value = {name: json_schema(item) for name, item in value.items()}
@@ -84,9 +84,11 @@ def json_schema(schema: object) -> object:
     return out
 
 
-def _type_names(value: str | list) -> str | list | None:
+def _type_names(value: object) -> str | list | None:
     if isinstance(value, str):
         return json_type(value)
+    if not isinstance(value, list):
+        return None
     names = [json_type(name) if isinstance(name, str) else None for name in value]
     return None if None in names else list(dict.fromkeys(names)) or None
 

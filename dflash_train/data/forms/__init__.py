@@ -25,6 +25,7 @@ __all__ = ["FORMS", "KNOWN_FORMS", "ColumnWatch", "Form", "RawRow", "convert", "
 
 FORMS: dict[str, Form] = {**chat.FORMS, **code.FORMS, **tools.FORMS, **agentic.FORMS}
 KNOWN_FORMS = ("auto", *FORMS)
+GENERAL_FORMS = ("auto", "prompt", "messages", "sharegpt", "alpaca")  # those that read options.prompt_field
 
 
 def detect(row: dict) -> str:
@@ -84,6 +85,13 @@ class ColumnWatch:
 
     def __init__(self, source: str, form: str, prompt_field: str | None = None, patience: int = 100):
         self.source, self.form, self.patience = source, form, patience
+        if prompt_field and form not in GENERAL_FORMS:
+            raise UserError(
+                f"data.sources.{source}.options.prompt_field",
+                got=f"{prompt_field}, with form '{form}'",
+                want=f"one of the forms {', '.join(GENERAL_FORMS)}: '{form}' is the form of one data set's own columns",
+                fix=f"data.sources.{source}.form=prompt",
+            )
         if prompt_field:
             self.columns = ((prompt_field,),)
         elif form == "auto":
@@ -113,6 +121,6 @@ class ColumnWatch:
             got=f"columns {', '.join(found[:30]) or 'none'}" + (" ..." if len(found) > 30 else "")
             + f" in the first {self.num_rows} row(s), none of which has all that form '{self.form}' reads",
             want="a column " + " and one ".join(" or ".join(names) for names in lacking),
-            fix=f"data.sources.{self.source}.form=... (of {', '.join(KNOWN_FORMS)}), "
-            f"or data.sources.{self.source}.options.prompt_field=<the column of the question>",
+            fix=f"data.sources.{self.source}.form=... (one of {', '.join(KNOWN_FORMS)}), or form=prompt and "
+            f"data.sources.{self.source}.options.prompt_field=<the column of the question>",
         )  # fmt: skip

@@ -72,6 +72,6 @@ def from_swe_smith(row: dict, hints: Hints) -> dict:
 
 
 FORMS = {
-    "open_swe": Form(from_open_swe, (("messages",), ("resolved",), ("license",))),
-    "swe_smith": Form(from_swe_smith, (("messages",), ("resolved",), ("instance_id", "repo"))),
+    "open_swe": Form(from_open_swe, (("messages",), ("resolved",), ("license",)), unread=("metadata",)),
+    "swe_smith": Form(from_swe_smith, (("messages",), ("resolved",), ("instance_id", "repo")), unread=("patch",)),
 }

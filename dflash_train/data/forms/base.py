@@ -47,10 +47,12 @@ class Hints:
 @dataclass(frozen=True)
 class Form:
     """parts: a row -> the fields of RawRow that this form fills; it raises Drop or Skip. columns: groups of names, of
-    each of which a row of this form has at least one (that is how a renamed column is noticed)."""
+    each of which a row of this form has at least one (that is how a renamed column is noticed). unread: large columns
+    of the set that `parts` never looks at, which a reader may leave out."""
 
     parts: Callable[[dict, Hints], dict]
     columns: tuple[tuple[str, ...], ...]
+    unread: tuple[str, ...] = ()
 
 
 def row_id(row: dict, id_field: str | None = None) -> str:

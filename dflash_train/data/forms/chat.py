@@ -45,7 +45,8 @@ def from_sharegpt(row: dict, hints: Hints) -> dict:
 def from_alpaca(row: dict, hints: Hints) -> dict:
     """Instruction with optional input. The row's own answer is not read: the target answers anew."""
     instruction, extra = row.get(hints.prompt_field or "instruction"), row.get("input")
-    if isinstance(extra, str) and isinstance(instruction, str) and extra.strip() and extra.strip() not in PLACEHOLDERS:
+    both = all(isinstance(text, str) and text.strip() for text in (instruction, extra))
+    if both and extra.strip() not in PLACEHOLDERS:
         instruction = f"{instruction}\n\n{extra}"
     return {
         "messages": ask(instruction, row.get(hints.system_field or "system")),
@@ -102,7 +103,7 @@ FORMS = {
     "prompt": Form(from_prompt, (PROMPT_KEYS,)),
     "nemotron": Form(from_nemotron, (("messages",),)),
     "ultrachat": Form(from_messages, (("messages",),)),
-    "openorca": Form(from_openorca, (("id",), ("question",))),
+    "openorca": Form(from_openorca, (("id",), ("question",)), unread=("response",)),
     "perfectblend": Form(from_perfectblend, (("conversations",),)),
     "magpie": Form(from_magpie, (("conversations", "instruction"),)),
 }

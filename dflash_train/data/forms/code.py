@@ -35,7 +35,11 @@ def from_magicoder_oss(row: dict, hints: Hints) -> dict:
 
 
 FORMS = {
-    "opencodeinstruct": Form(from_opencodeinstruct, (("input",), ("average_test_score",))),
+    "opencodeinstruct": Form(
+        from_opencodeinstruct,
+        (("input",), ("average_test_score",)),
+        unread=("output", "llm_judgement", "unit_tests", "tests_execution_status"),
+    ),
     "magicoder_evol": Form(from_evol, (("instruction",), ("response", "output"))),
     "magicoder_oss": Form(from_magicoder_oss, (("problem",),)),
     "codealpaca": Form(from_alpaca, (("instruction",), ("input",))),

@@ -109,12 +109,12 @@ def from_hermes(row: dict, hints: Hints) -> dict:
     return {"messages": messages, "tools": tools, "kind": word(hints.subset), "notes": notes}
 
 
-def _hermes_list(text: str) -> list:
+def _hermes_list(text: str) -> object:
     """The tools in the last <tools> block."""
     body = text.rpartition("<tools>")[2].partition("</tools>")[0].strip()
     values, end = parse_objects(body)
     if not values or body[end:].strip():
-        return as_list(body, "bad_tools")
+        return parse_literal(body, "bad_tools")
     return values[0] if isinstance(values[0], list) else values
 
 
