@@ -18,9 +18,12 @@ import psutil
 
 from dflash_train import cli
 from dflash_train.bench.prompts import TASKS, contamination_texts
-from dflash_train.config import Run
+from dflash_train.config import DataConfig, Run
+from dflash_train.data.hub import pin, recorded_revisions
+from dflash_train.data.hub_files import download
 from dflash_train.data.mixture import Mix, SourceReport, build_mix
-from dflash_train.data.recipe import recipe_hash, source_need, wheel_need
+from dflash_train.data.reachable import COLUMNS, download_need, source_need, source_rows, wheel_need
+from dflash_train.data.recipe import recipe_hash
 from dflash_train.plan import check_disk, preflight
 from dflash_train.util.checks import Check
 from dflash_train.util.errors import UserError
@@ -34,7 +37,9 @@ FILES = {"train": "prompts.jsonl", "heldout": "heldout.jsonl"}
 
 def main(run: Run) -> None:
     """Check, mix, say what comes next."""
-    preflight(run, checks(run), todo(run))
+    if run.dry_run or made_before(run) is None:
+        table(f"sources of {run.data.name}", COLUMNS, source_rows(run.data))
+        preflight(run, checks(run), todo(run))
     ensure_mix(run)
     say("next: " + cli.next_command("regenerate", run))
 
@@ -44,16 +49,16 @@ def ensure_mix(run: Run) -> Path:
 
     Raises UserError when a source or an evaluation set cannot be reached, is short, or (data.strict) has a bad row.
     """
+    if (made := made_before(run)) is not None:
+        say(f"mix: {made} is complete and up to date")
+        return made
     missing = [need for need in needs(run) if not need.ok]
     if missing:
         raise UserError(missing[0].name, got=missing[0].detail, fix=missing[0].fix)
-    evaluation = contamination_texts(run.data.decontaminate)
-    identity = recipe_hash(run.data, run.limit, {"evaluation": digest(evaluation)})
-    stale = why_stale(run.mix_dir, identity)
-    if stale is None:
-        say(f"mix: {run.mix_dir} is complete and up to date")
-        return run.mix_dir
-    say(f"mix: making {run.mix_dir} ({stale})")
+    evaluation, data = contamination_texts(run.data.decontaminate), pin(run.data)
+    identity = recipe_hash(data, run.limit, {"evaluation": digest(evaluation)})
+    say(f"mix: making {run.mix_dir} ({why_stale(run.mix_dir, identity)})")
+    download({name: source for name, source in data.sources.items() if source.kind == "hub"})
     run.mix_dir.mkdir(parents=True, exist_ok=True)
     (run.mix_dir / "manifest.json").unlink(missing_ok=True)  # from here until the new one is written there is no mix
     _sweep(run.mix_dir)
@@ -61,7 +66,7 @@ def ensure_mix(run: Run) -> Path:
     try:
         progress = Progress("mix", len(run.data.sources), "sources")
         mix = build_mix(
-            run.data,
+            data,
             evaluation,
             workspace,
             limit=run.limit,
@@ -78,10 +83,21 @@ def ensure_mix(run: Run) -> Path:
         ) from None
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
-    manifest = describe(run, mix, written, identity)
+    manifest = describe(run, data, mix, written, identity)
     write_json(run.mix_dir / "manifest.json", manifest)
     _print_report(run, mix, manifest)
     return run.mix_dir
+
+
+def made_before(run: Run) -> Path | None:
+    """The mix's folder where it holds a complete one of this recipe; None otherwise. Hub revisions that the recipe
+    leaves open are those it was made of, so a newer commit or a missing network does not undo a mix."""
+    if not (run.mix_dir / "manifest.json").exists():
+        return None
+    made_of = pin(run.data, recorded_revisions(run.mix_dir, run.data))
+    evaluation = digest(contamination_texts(run.data.decontaminate))
+    identity = recipe_hash(made_of, run.limit, {"evaluation": evaluation})
+    return run.mix_dir if why_stale(run.mix_dir, identity) is None else None
 
 
 def _sweep(folder: Path) -> None:
@@ -114,6 +130,7 @@ def checks(run: Run) -> list[Check]:
     takes = [source.take or 0 for source in run.data.sources.values()]
     return [
         *needs(run),
+        *download_need(run.data),
         check_disk(run.mix_dir, max(50_000_000, sum(takes) * BYTES_PER_ROW), "work_dir=<a folder on a larger disk>"),
     ]
 
@@ -169,8 +186,8 @@ def _write(folder: Path, mix: Mix, split: str) -> dict:
     }
 
 
-def describe(run: Run, mix: Mix, written: dict[str, dict], identity: str) -> dict:
-    """The manifest: recipe and code, every count, every reason."""
+def describe(run: Run, data: DataConfig, mix: Mix, written: dict[str, dict], identity: str) -> dict:
+    """The manifest: recipe and code, every count, every reason. data: the recipe with revisions as commits."""
     total: Counter = Counter()
     contaminated: Counter = Counter()
     for report in mix.reports.values():
@@ -180,7 +197,7 @@ def describe(run: Run, mix: Mix, written: dict[str, dict], identity: str) -> dic
         **provenance(cli.config_dict(run), recipe_hash=identity, seed=run.data.seed, limit=run.limit),
         "recipe": run.data.name,
         "rows": {split: counts["rows"] for split, counts in written.items()},
-        "sources": {name: _source_entry(run, name, report, written) for name, report in mix.reports.items()},
+        "sources": {name: _source_entry(data, name, report, written) for name, report in mix.reports.items()},
         "dropped": dict(sorted(total.items())),
         "duplicates": {name: dict(report.duplicates) for name, report in mix.reports.items() if report.duplicates},
         "contamination": {task: contaminated[task] for task in run.data.decontaminate},
@@ -189,8 +206,8 @@ def describe(run: Run, mix: Mix, written: dict[str, dict], identity: str) -> dic
     }
 
 
-def _source_entry(run: Run, name: str, report: SourceReport, written: dict[str, dict]) -> dict:
-    source = run.data.sources[name]
+def _source_entry(data: DataConfig, name: str, report: SourceReport, written: dict[str, dict]) -> dict:
+    source = data.sources[name]
     return {
         "kind": source.kind,
         "license": source.license,

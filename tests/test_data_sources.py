@@ -7,7 +7,7 @@ import pytest
 from helpers_data import FIXTURES, outcome, read_all, recipe, write_rows
 
 from dflash_train.config import SourceConfig
-from dflash_train.data import sources
+from dflash_train.data import row_files
 from dflash_train.data.forms import detect
 from dflash_train.data.recipe import read_source
 from dflash_train.util.errors import UserError
@@ -125,7 +125,7 @@ def test_array_rows_do_not_depend_on_where_chunks_end(tmp_path, monkeypatch):
     whole = [outcome(row) for row in read_all(path)]
     assert len(whole) == 40
     for size in (1, 2, 7, 64):
-        monkeypatch.setattr(sources, "_CHUNK_CHARS", size)
+        monkeypatch.setattr(row_files, "_CHUNK_CHARS", size)
         assert [outcome(row) for row in read_all(path)] == whole
 
 
@@ -183,54 +183,6 @@ def test_parquet_rows_have_no_nulls_of_other_rows(tmp_path):
     assert [m[1]["tool_calls"][0]["function"]["arguments"] for m in rows] == [{"city": "Oslo"}, {"n": 3}]
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 not really")
     assert [row.drop for row in read_all(tmp_path / "bad.parquet")] == ["bad_parquet"]
-
-
-def test_hub_rows_have_no_nulls_of_other_rows(monkeypatch):
-    """Trap 12: HF datasets unites nested keys; row 1's call must not gain row 2's argument."""
-    datasets = pytest.importorskip("datasets")
-    call = lambda arguments: [
-        {"role": "user", "content": "Go?"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}],
-        },
-    ]
-    table = datasets.Dataset.from_list([{"messages": call({"city": "Oslo"})}, {"messages": call({"n": 3})}])
-    assert table[0]["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"city": "Oslo", "n": None}
-    seen = {}
-
-    def load(path, name, **options):
-        seen.update(options, path=path, name=name)
-        return table.to_iterable_dataset()
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    config = SourceConfig(kind="hub", path="owner/set", subset="sub", split="code", revision="abc")
-    rows = list(read_source("mine", config, recipe({"mine": {"kind": "hub", "path": "owner/set"}})))
-    text = json.dumps(next(outcome(row) for row in rows))
-    assert '"n"' not in text and "null" not in text
-    assert seen == {"path": "owner/set", "name": "sub", "split": "code", "revision": "abc", "streaming": True}
-    assert rows[1].upstream == {"dataset": "owner/set", "config": "sub", "split": "code", "row": 1}
-
-
-@pytest.mark.parametrize(
-    ("message", "fix"),
-    [
-        ("Dataset 'owner/set' is a gated dataset on the Hub. You must be authenticated", "accept its licence"),
-        ("Unknown split \"code\". Should be one of ['train']", "name, split 'code'"),
-    ],
-)
-def test_an_unreachable_hub_set_is_one_clear_error(monkeypatch, message, fix):
-    datasets = pytest.importorskip("datasets")
-
-    def load(*args, **options):
-        raise RuntimeError(message)
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    config = SourceConfig(kind="hub", path="owner/set", split="code")
-    with pytest.raises(UserError, match="data set owner/set") as error:
-        list(read_source("mine", config, recipe({"mine": {"kind": "hub", "path": "owner/set"}})))
-    assert fix in str(error.value) and "huggingface.co/datasets/owner/set" in str(error.value)
 
 
 def test_a_missing_path_is_named():

