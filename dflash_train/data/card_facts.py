@@ -1,0 +1,242 @@
+"""From manifests and row counts to the sections of a data card: what was read, what became of it, what the rows are.
+
+`mix` is the manifest of the mix; `answers` that of its answers, or None before there are any.
+"""
+
+from collections import Counter
+from itertools import chain
+
+from dflash_train.data.card_parts import LENGTH_COLUMNS, Bars, Card, Section, Table, histograms, length_facts, share
+from dflash_train.data.card_rows import LANGUAGE_ROWS, MIN_CONFIDENCE, RowCounts
+
+TOP_LANGUAGES = 12
+NO_MODEL_NAMED = "Of the other sources the recipe names no model; their own cards may say more."
+
+
+def build_card(mix: dict, answers: dict | None, counts: RowCounts) -> Card:
+    """The card of a mix, or of its answers."""
+    written = counts.by("split")
+    figures = [
+        (f"{written['train']:,}", "training rows"),
+        (f"{written['heldout']:,}", "held-out rows"),
+        (f"{len(mix['sources']):,}", "sources"),
+        (f"{sum(source['read'] for source in mix['sources'].values()):,}", "rows read"),
+        (f"{mix['dropped'].get('duplicate', 0):,}", "exact duplicates dropped"),
+        (f"{sum(mix['contamination'].values()):,}", "contaminated rows dropped"),
+    ]
+    sections = [funnel(mix, answers, counts), composition(counts), languages(counts), lengths(counts)]
+    subtitle = "Prompts, before the target answers them"
+    if answers:
+        subtitle = f"Prompts and the answers that {answers['identity']['target']} gave"
+        figures += [(f"{answers['answer_tokens']:,}", "answer tokens")]
+        sections.append(answered(answers, counts))
+    sections += [drops(mix), duplicates(mix), contamination(mix), makers(mix), provenance(mix, answers)]
+    sections.append(
+        Section("Rows to look at", ["The first training rows of each source, shortened."], examples(counts))
+    )
+    return Card(f"Data card: {mix['recipe']}", subtitle, figures, sections)
+
+
+# ---------------------------------------------------------------- what became of the rows
+
+
+def funnel(mix: dict, answers: dict | None, counts: RowCounts) -> Section:
+    """read -> kept -> taken, and -> answered where there are answers."""
+    totals: Counter = Counter()
+    rows = []
+    kept_answers = counts.by("source")
+    for name, entry in mix["sources"].items():
+        steps = {
+            "read": entry["read"],
+            "not chosen": sum(entry["skipped"].values()),
+            "dropped": sum(entry["dropped"].values()) + sum(entry["filtered"].values()),
+            "kept": entry["kept"],
+            "taken": entry["written"]["train"],
+            "held out": entry["written"]["heldout"],
+        }
+        if answers:
+            steps["answered and kept"] = kept_answers[name]
+        totals.update(steps)
+        rows.append([name, "all" if entry["wanted"] is None else entry["wanted"], *steps.values()])
+    columns = ["source", "asked for", *totals]
+    rows.append(["all sources", None, *totals.values()])
+    notes = [
+        "Not chosen: left out by the source's own rule. Dropped: cannot be used, or filtered. Kept rows that were not "
+        "asked for stay unused."
+    ]
+    if mix["limit"]:
+        notes.append(f"limit={mix['limit']}: only the head of the final order is written.")
+    bars = [("read", totals["read"]), ("chosen", totals["read"] - totals["not chosen"]), ("kept", totals["kept"])]
+    bars.append(("taken and held out", totals["taken"] + totals["held out"]))
+    if answers:
+        bars.append(("answered and kept", totals["answered and kept"]))
+    return Section("From source to mix", notes, [Bars("Rows left after each step", bars), Table("", columns, rows)])
+
+
+def drops(mix: dict) -> Section:
+    """Reasons by source."""
+    by_source = {name: Counter(entry["dropped"]) + Counter(entry["filtered"]) for name, entry in mix["sources"].items()}
+    reasons = _matrix("Rows dropped", "reason", mix["dropped"], by_source)
+    repaired = {name: entry["repaired"] for name, entry in mix["sources"].items()}
+    repairs = _matrix("Rows repaired and kept", "repair", set(chain(*repaired.values())), repaired)
+    skipped = {name: entry["skipped"] for name, entry in mix["sources"].items()}
+    skips = _matrix("Rows not chosen", "rule", set(chain(*skipped.values())), skipped)
+    parts = [table for table in (reasons, skips, repairs) if table.rows]
+    return Section("What was dropped, and why", [] if parts else ["Nothing."], parts)
+
+
+def _matrix(title: str, corner: str, keys, by_source: dict[str, dict[str, int]]) -> Table:
+    """Keys down, the sources that have any across, and their sum."""
+    names = [name for name, counts in by_source.items() if sum(counts.values())]
+    cells = [[key, *[by_source[name].get(key, 0) or None for name in names]] for key in sorted(keys)]
+    if len(names) == 1:
+        return Table(title, [corner, *names], cells)
+    return Table(title, [corner, "all", *names], [[row[0], sum(filter(None, row[1:])), *row[1:]] for row in cells])
+
+
+def duplicates(mix: dict) -> Section:
+    """Whose rows were dropped because whose were kept."""
+    pairs = mix["duplicates"]
+    if not pairs:
+        return Section("Duplicates", ["No row repeats another."])
+    keepers = [name for name in mix["sources"] if any(name in kept for kept in pairs.values())]
+    rows = [[name, sum(kept.values()), *[kept.get(k) for k in keepers]] for name, kept in pairs.items()]
+    notes = [
+        "One row a source whose rows were dropped; the columns say whose equal row was kept. Of equal rows the one of "
+        "the earliest source in the recipe stays, and of one source the first in hash order."
+    ]
+    return Section("Duplicates", notes, [Table("", ["dropped from", "all", *[f"kept in {k}" for k in keepers]], rows)])
+
+
+def contamination(mix: dict) -> Section:
+    """Rows that held an evaluation item."""
+    if not mix["contamination"]:
+        return Section("Contamination", ["The recipe names no evaluation set to check against (data.decontaminate)."])
+    by_source = {name: entry["contaminated"] for name, entry in mix["sources"].items()}
+    table = _matrix("", "evaluation set", mix["contamination"], by_source)
+    if len(table.columns) < 3:
+        table = Table("", ["evaluation set", "rows"], [[task, count] for task, count in mix["contamination"].items()])
+    return Section("Contamination", ["Prompts that held an item of an evaluation set. None of them is in it."], [table])
+
+
+# ---------------------------------------------------------------- what the rows are
+
+
+def composition(counts: RowCounts) -> Section:
+    """Written rows by source, bucket, licence and thinking mode."""
+    by_source = counts.by("source", split="train")
+    total = by_source.total()
+    bars = Bars("Training rows by source", by_source.most_common())
+    tables = []
+    for field in ("bucket", "license"):
+        train, held = counts.by(field, split="train"), counts.by(field, split="heldout")
+        title = {"bucket": "bucket", "license": "licence"}[field]
+        rows = [[str(name), count, share(count, total), held[name]] for name, count in train.most_common()]
+        tables.append(Table(f"By {title}", [title, "training", "share", "held out"], rows))
+    modes = counts.by("bucket", "thinking", split="train")
+    rows = []
+    for bucket in sorted({bucket for bucket, _ in modes}):
+        on, off = modes[bucket, "on"], modes[bucket, "off"]
+        rows.append([bucket, on, off, share(on, on + off)])
+    on, off = (counts.by("thinking", split="train")[mode] for mode in ("on", "off"))
+    rows.append(["all", on, off, share(on, on + off)])
+    tables.append(Table("Thinking, training rows", ["bucket", "on", "off", "share on"], rows))
+    return Section("What is in it", [], [bars, *tables])
+
+
+def languages(counts: RowCounts) -> Section:
+    """The language of the users' turns, on the head of the shuffled training rows."""
+    total, by_language = counts.languages.total(), Counter()
+    for (_, language), count in counts.languages.items():
+        by_language[language] += count
+    top = [name for name, _ in by_language.most_common(TOP_LANGUAGES)]
+    rows = [[name, by_language[name], share(by_language[name], total)] for name in top]
+    if rest := total - sum(by_language[name] for name in top):
+        rows.append([f"{len(by_language) - len(top)} others", rest, share(rest, total)])
+    whole = "every training row" if total < LANGUAGE_ROWS else f"the first {total:,} training rows of the shuffled mix"
+    notes = [
+        f"Told by py3langid from the users' turns of {whole}. Unsure: the best guess has less than "
+        f"{MIN_CONFIDENCE:.0%}, as it is for single words, names and formulas; zxx: no language. Short "
+        "prompts are often told wrongly."
+    ]
+    return Section("Languages", notes, [Table("", ["ISO 639", "rows", "share"], rows)])
+
+
+def lengths(counts: RowCounts) -> Section:
+    """Characters of the prompts, all and by source."""
+    whole: Counter = sum(counts.prompt_chars.values(), Counter())
+    rows = [[name, *length_facts(lengths)] for name, lengths in sorted(counts.prompt_chars.items())]
+    by_source = Table("Characters of a prompt, by source", ["source", *LENGTH_COLUMNS], rows)
+    return Section(
+        "Length of the prompts", [], [*histograms({"All messages of a prompt": whole}, "characters"), by_source]
+    )
+
+
+def answered(answers: dict, counts: RowCounts) -> Section:
+    """Tokens by thinking mode, how answers ended, and which were not kept."""
+    modes = [mode for mode in ("on", "off") if counts.answer_tokens[mode]]
+    by_mode: Counter = Counter()
+    for (_, mode, reason), count in counts.finish.items():
+        by_mode[mode, reason] += count
+    reasons = sorted({reason for _, reason in by_mode})
+    rows = []
+    for mode in modes:
+        total, cut = counts.answer_tokens[mode].total(), by_mode[mode, "length"]
+        rows.append([f"thinking {mode}", total, *[by_mode[mode, reason] for reason in reasons], share(cut, total)])
+    parts = histograms({f"Answers, thinking {mode}": counts.answer_tokens[mode] for mode in modes}, "tokens")
+    parts.append(Table("How the kept answers ended", ["", "answers", *reasons, "cut by the limit"], rows))
+    if answers["dropped"]:
+        rows = [[reason, count] for reason, count in sorted(answers["dropped"].items())]
+        parts.append(Table("Rows that have no answer here", ["reason", "rows"], rows))
+    return Section("The answers", ["Answers cut by the limit are kept: they are what the target says so far."], parts)
+
+
+# ---------------------------------------------------------------- where it comes from
+
+
+def makers(mix: dict) -> Section:
+    """Which sources' prompts a model wrote."""
+    sources = mix["config"]["data"]["sources"]
+    rows = [[name, sources[name]["prompts_by"]] for name in mix["sources"] if sources[name]["prompts_by"]]
+    if not rows:
+        return Section("Who wrote the prompts", ["The recipe names no model for any source."])
+    notes = ["The target writes every answer anew, but these prompts carry the models that made them.", NO_MODEL_NAMED]
+    return Section("Who wrote the prompts", notes, [Table("", ["source", "prompts made with"], rows)])
+
+
+def provenance(mix: dict, answers: dict | None) -> Section:
+    """Everything that it takes to make the same rows again."""
+    sources = mix["config"]["data"]["sources"]
+    rows = []
+    for name, entry in mix["sources"].items():
+        config = sources[name]
+        where = " ".join(filter(None, (config["path"], config["subset"], config["split"]))) if config["path"] else ""
+        package = config["options"].get("package")
+        where = where or (f"{package} {config['options']['version']}" if package else "Python's standard library")
+        rows.append([name, entry["kind"], where, config["revision"] or "not pinned", entry["license"], entry["bucket"]])
+    made = [
+        ["recipe", mix["recipe"]],
+        ["recipe hash", mix["recipe_hash"]],
+        ["seed", str(mix["seed"])],
+        ["code", mix["code_version"]],
+        *[[f"sha256 of {name}", fact["sha256"]] for name, fact in mix["files"].items()],
+    ]
+    tables = [Table("The mix", ["", ""], made)]
+    if answers:
+        tables.append(Table("The answers", ["", ""], [[key, str(value)] for key, value in flat(answers["identity"])]))
+    columns = ["source", "kind", "from", "revision", "licence of the set", "bucket"]
+    return Section("Provenance", [], [*tables, Table("Sources", columns, rows)])
+
+
+def flat(value: dict, prefix: str = "") -> list[tuple[str, object]]:
+    """{'a': {'b': 1}} -> [('a.b', 1)]."""
+    out = []
+    for key, item in value.items():
+        out += flat(item, f"{prefix}{key}.") if isinstance(item, dict) else [(prefix + key, item)]
+    return out
+
+
+def examples(counts: RowCounts) -> list:
+    """By bucket, so that like stands beside like."""
+    found = sorted((bucket, source) for source, rows in counts.examples.items() for bucket in {b for b, _ in rows})
+    return [example for bucket, source in found for b, example in counts.examples[source] if b == bucket]
