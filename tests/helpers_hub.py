@@ -65,7 +65,7 @@ class Fault:
 
 @dataclass
 class Seen:
-    """One answered request; num_bytes: of file content sent."""
+    """One answered request ("METHOD path", and " [first-last]" of a range); num_bytes: of file content sent."""
 
     line: str
     status: int
@@ -100,6 +100,10 @@ class Hub:
     def file_bytes(self, pattern: str = ".") -> int:
         """Bytes of file content sent so far for paths that match, READMEs apart."""
         return sum(s.num_bytes for s in self.seen if re.search(pattern, s.line) and "README" not in s.line)
+
+    def asked(self, pattern: str) -> int:
+        """How many requests match."""
+        return sum(bool(re.search(pattern, s.line)) for s in self.seen)
 
     def take_fault(self, line: str) -> Fault | None:
         with self.lock:
@@ -142,7 +146,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        line = f"{self.command} {unquote(self.path)}"
+        asked = (self.headers.get("Range") or "").removeprefix("bytes=")
+        line = f"{self.command} {unquote(self.path)}" + (f" [{asked}]" if asked else "")
         fault = self.hub.take_fault(line)
         try:
             if fault and fault.stall_s:
@@ -241,7 +246,6 @@ class _Handler(BaseHTTPRequestHandler):
         if wanted:
             start, end = int(wanted[1]), min(int(wanted[2] or len(content)), len(content) - 1)
             status, headers["Content-Range"] = 206, f"bytes {start}-{end}/{len(content)}"
-            line += f" [{start}-{end}]"
             content = content[start : end + 1]
         if fault and fault.lie:
             content = bytes([content[0] ^ 1]) + content[1:]
@@ -303,6 +307,7 @@ def at_hub(hub_url: str, home: Path, monkeypatch, token: str | None = None):
     import datasets
     import huggingface_hub
     from huggingface_hub import constants, file_download
+    from huggingface_hub.utils import _http
 
     from dflash_train.data.hub import hub
 
@@ -325,9 +330,17 @@ def at_hub(hub_url: str, home: Path, monkeypatch, token: str | None = None):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HUB_DATASETS_URL", hub_url + "/datasets/{repo_id}/resolve/{revision}/{path}")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(home / "hf" / "datasets"))
+    monkeypatch.setattr(_http, "time", _NoSleep())  # the library's own pauses between tries
     forget = (huggingface_hub.HfFileSystem.clear_instance_cache, hub.cache_clear)
     for clear in forget:
         clear()
     yield
     for clear in forget:
         clear()
+
+
+class _NoSleep:
+    """The time module without waiting."""
+
+    def __getattr__(self, name: str):
+        return (lambda seconds: None) if name == "sleep" else getattr(time, name)

@@ -242,7 +242,10 @@ def no_subset(name: str, config: SourceConfig, subset: str | None, sha: str) -> 
 
 
 def unreadable(name: str, config: SourceConfig, got: str) -> UserError:
+    """The split is made of other things than the files that `row_files` reads."""
     return UserError(
-        f"data.sources.{name}: data set {config.path}", got=got, want=f"plain files: {', '.join(SUFFIXES)}",
+        f"data.sources.{name}: data set {config.path}",
+        got=f"{got}; this version reads {', '.join(SUFFIXES)}",
+        want="plain files of those kinds",
         fix=f"download and convert them (see {dataset_page(config.path)}), then data.sources.{name}.kind=files",
-    )  # fmt: skip
+    )

@@ -1,0 +1,418 @@
+"""Data sets on a hub: counted, checked and priced before a download, one clear message for each thing that goes wrong.
+
+The hub is a real HTTP server on loopback and the clients are the real libraries; only the pauses between tries are cut.
+"""
+
+import gzip
+import io
+import json
+from dataclasses import replace
+
+import pyarrow.parquet
+import pytest
+from helpers_data import outcome, recipe
+from helpers_hub import TOKEN, Fault, Hub, at_hub, jsonl, parquet
+
+from dflash_train.config import SourceConfig
+from dflash_train.data import hub_errors, hub_survey, reachable
+from dflash_train.data.forms import FORMS
+from dflash_train.data.hub import Hub as Client
+from dflash_train.data.hub import hub as client
+from dflash_train.data.hub import pin
+from dflash_train.data.recipe import read_source
+from dflash_train.util.errors import UserError
+
+NAME = "owner/set"
+SPLITS = [{"split": "code", "path": "data/code-*.parquet"}, {"split": "chat", "path": "data/chat-*.parquet"}]
+CARD = {
+    "license": "cc-by-4.0",
+    "configs": [
+        {"config_name": "main", "data_files": SPLITS, "default": True},
+        {"config_name": "extra", "data_files": "extra.jsonl"},
+    ],
+}
+
+
+def conversations(count: int, word: str = "question") -> list[dict]:
+    return [
+        {"id": f"{word}{i}", "messages": [{"role": "user", "content": f"{word} {i * 7919}?"}]} for i in range(count)
+    ]
+
+
+def files(count: int = 200) -> dict[str, bytes]:
+    rows = conversations(count)
+    return {
+        "data/code-00000-of-00002.parquet": parquet(rows[: count // 2]),
+        "data/code-00001-of-00002.parquet": parquet(rows[count // 2 :]),
+        "data/chat-00000-of-00001.parquet": parquet(conversations(30, "chat")),
+        "extra.jsonl": jsonl(conversations(7, "extra")),
+    }
+
+
+def with_counts(card: dict, rows: int) -> dict:
+    splits = [{"name": "code", "num_examples": rows, "num_bytes": 1}]
+    return {**card, "dataset_info": {"config_name": "main", "splits": splits}}
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    pauses: list[float] = []
+    monkeypatch.setattr(hub_errors, "pause", pauses.append)
+    with Hub() as hub, at_hub(hub.url, tmp_path, monkeypatch):
+        hub.pauses = pauses
+        yield hub
+
+
+def source(**values) -> SourceConfig:
+    return SourceConfig(**{"kind": "hub", "path": NAME, "subset": "main", "split": "code", **values})
+
+
+def rows_of(config: SourceConfig) -> list:
+    return list(read_source("mine", config, recipe({"mine": {"kind": "hub", "path": config.path}})))
+
+
+def columns(config: SourceConfig) -> dict[str, str]:
+    """The source's row of the dry run's table."""
+    data = recipe({"mine": {"kind": "hub", "path": config.path}})
+    data.sources["mine"] = config
+    return dict(zip(reachable.COLUMNS, reachable.source_rows(data)[0]))
+
+
+# ---------------------------------------------------------------- before a download
+
+
+def test_rows_are_told_with_what_counted_them_for_next_to_no_download(server, monkeypatch):
+    big = {**files(), "data/code-00000-of-00002.parquet": parquet(conversations(60_000))}
+    total = sum(len(content) for path, content in big.items() if "code" in path)
+    data = server.add(NAME, big, CARD)
+    found = columns(source(take=150, license="CC-BY-4.0"))
+    assert (found["rows there"], found["counted by"]) == ("60,100", "footers")
+    assert (found["take"], found["licence"], found["gated"]) == ("150", "CC-BY-4.0", "no")
+    assert found["revision"] == f"{data.shas()[0][:12]} (newest)"
+    assert found["to download"] == f"{total / 1000:.1f} KB"
+    assert server.file_bytes() < 0.25 * total and total > 600_000
+
+    server.add("owner/viewed", {**files()}, CARD, viewer={("main", "code"): 77})
+    monkeypatch.setattr(hub_survey, "viewer_url", lambda: server.url)
+    found = columns(source(path="owner/viewed"))
+    assert (found["rows there"], found["counted by"]) == ("77", "viewer")
+    server.add("owner/card", {**files()}, with_counts(CARD, 200))
+    found = columns(source(path="owner/card", license="MIT"))
+    assert (found["rows there"], found["counted by"]) == ("200", "card")
+    assert found["licence"] == "MIT (its card: cc-by-4.0)"
+    found = columns(source(path="owner/card", subset="extra", split="train"))
+    assert (found["rows there"], found["counted by"]) == ("?", "unknown until read")
+
+
+def test_a_viewer_that_looked_at_another_commit_or_is_not_ready_is_not_believed(server, monkeypatch):
+    data = server.add(NAME, {"train.jsonl": jsonl(conversations(5))}, viewer={("default", "train"): 5})
+    monkeypatch.setattr(hub_survey, "viewer_url", lambda: server.url)
+    config = source(subset=None, split="train")
+    assert columns(config)["rows there"] == "5"
+    data.commits.append({"train.jsonl": jsonl(conversations(9))})
+    old = replace(config, revision=data.shas()[0])
+    assert (columns(old)["rows there"], columns(old)["counted by"]) == ("?", "unknown until read")
+    server.faults = [Fault("GET /size", status=500)]
+    client.cache_clear()
+    assert columns(config)["rows there"] == "?" and server.pauses == []
+
+
+def test_subsets_are_counted_and_read_together(server):
+    configs = [{"config_name": name, "data_files": f"{name}.parquet"} for name in ("a", "b", "c")]
+    each = {f"{name}.parquet": parquet(conversations(5, name)) for name in ("a", "b", "c")}
+    server.add(NAME, each, {"configs": configs})
+    config = source(subset=None, split="train", options={"subsets": ["a", "c"]})
+    assert columns(config)["rows there"] == "10"
+    assert [raw.id for raw in rows_of(config)][4:6] == ["a4", "c0"]
+    with pytest.raises(UserError, match=r"options\.subsets") as error:
+        rows_of(replace(config, options={"subsets": ["a", "d"]}))
+    assert "one of a, b, c" in str(error.value)
+
+
+def test_a_short_source_is_noted_and_local_parquet_files_are_counted(server, tmp_path):
+    server.add(NAME, files(), CARD)
+    need = reachable.source_need("mine", source(take=500))
+    assert need.ok and "200 rows, fewer than the 500 wanted" in need.detail
+    (tmp_path / "a.parquet").write_bytes(parquet(conversations(12)))
+    local = SourceConfig(kind="files", path=str(tmp_path / "a.parquet"))
+    assert (columns(local)["rows there"], columns(local)["counted by"]) == ("12", "footers")
+    (tmp_path / "a.jsonl").write_bytes(jsonl(conversations(12)))
+    assert columns(SourceConfig(kind="files", path=str(tmp_path / "a.jsonl")))["rows there"] == "?"
+
+
+def test_only_files_of_the_split_are_fetched_in_their_order(server):
+    server.add(NAME, files(), CARD)
+    raws = rows_of(source())
+    assert [raw.id for raw in raws] == [f"question{i}" for i in range(200)]
+    assert raws[150].upstream == {"dataset": NAME, "config": "main", "split": "code", "row": 150}
+    assert raws[150].location == f"{NAME}/main/code:150"
+    assert server.file_bytes("code-0") and not server.file_bytes("chat|extra")
+
+
+def test_what_is_still_to_download_counts_what_is_here(server, tmp_path):
+    server.add(NAME, files(), CARD)
+    data = recipe({"mine": {"kind": "hub", "path": NAME, "subset": "main", "split": "code"}})
+    (need,) = reachable.download_need(data)
+    assert need.ok and "to download (kept there)" in need.detail and str(tmp_path / "cache" / "hub") in need.detail
+    rows_of(source())
+    client.cache_clear()
+    assert reachable.download_need(data) == []
+    assert columns(source())["to download"].startswith("0 B of ")
+
+
+def test_a_disk_too_small_for_the_downloads_is_a_missing_need(server, monkeypatch):
+    server.add(NAME, files(), CARD)
+    monkeypatch.setattr(reachable, "free_bytes", lambda path: 1000)
+    data = recipe({"mine": {"kind": "hub", "path": NAME, "subset": "main", "split": "code"}})
+    (need,) = reachable.download_need(data)
+    assert not need.ok and "DFLASH_CACHE" in need.fix
+
+
+# ---------------------------------------------------------------- errors, one message a kind
+
+
+def gated(server) -> None:
+    server.add(NAME, files(), with_counts(CARD, 4321), gated=True, allowed={TOKEN})
+
+
+def refused(config: SourceConfig) -> tuple[str, str]:
+    """(what the preflight row says, what reading says): the same thing, before any file is fetched."""
+    need = reachable.source_need("mine", config)
+    with pytest.raises(UserError) as error:
+        rows_of(config)
+    assert not need.ok and str(error.value).startswith("data.sources.mine")
+    return f"{need.detail} | {need.fix}", str(error.value)
+
+
+def test_a_gated_set_without_a_token_names_its_licence_page_and_still_its_card(server):
+    gated(server)
+    for options in ({}, {"gated": True}):
+        client.cache_clear()
+        for text in refused(source(options=options)):
+            assert "gated, and there is no token" in text
+            assert f"https://huggingface.co/datasets/{NAME}" in text and "HF_TOKEN" in text
+        found = columns(source(options=options))
+        assert (found["rows there"], found["counted by"], found["gated"]) == ("4,321", "card", "yes")
+    assert server.file_bytes() == 0
+
+
+def test_a_token_without_access_names_the_licence_page_and_one_with_access_reads(server, monkeypatch):
+    gated(server)
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "b" * 34)
+    for text in refused(source()):
+        assert "this token's account may not read it" in text and f"huggingface.co/datasets/{NAME}" in text
+    client.cache_clear()
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert len(rows_of(source())) == 200 and columns(source())["gated"] == "yes"
+    for name in server.seen:
+        assert TOKEN not in name.line
+
+
+def test_a_token_that_the_hub_does_not_know_is_named(server, monkeypatch):
+    server.add(NAME, files(), CARD)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    headers = {"X-Error-Message": "Invalid credentials in Authorization header"}
+    server.faults = [Fault("/api/datasets", status=401, headers=headers, times=99)]
+    for text in refused(source()):
+        assert "does not know this token" in text and TOKEN not in text
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_a_set_that_is_gone_is_named(server, monkeypatch, token):
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+    for text in refused(source()):
+        assert NAME in text and "there is none of that name" in text and "'~data.sources.mine'" in text
+
+
+def test_a_renamed_split_or_subset_lists_what_exists(server):
+    server.add(NAME, files(), CARD)
+    for text in refused(source(split="coding")):
+        assert "'coding', which owner/set does not have" in text and "chat, code" in text
+        assert "data.sources.mine.split=chat" in text
+    for text in refused(source(subset="primary")):
+        assert "'primary', which owner/set does not have" in text and "main, extra" in text
+        assert "data.sources.mine.subset=main" in text
+    assert server.file_bytes("code") == 0
+
+
+def test_several_subsets_and_none_named_lists_them(server):
+    configs = [{"config_name": name, "data_files": f"{name}.parquet"} for name in ("a", "b")]
+    server.add(NAME, {f"{n}.parquet": parquet(conversations(5)) for n in "ab"}, {"configs": configs})
+    for text in refused(source(subset=None, split="train")):
+        assert "none, and owner/set has several" in text and "one of a, b" in text
+
+
+def test_an_unknown_revision_is_named(server):
+    server.add(NAME, files(), CARD)
+    for revision in ("v2", "0" * 40):
+        for text in refused(source(revision=revision)):
+            assert f"no revision {revision}" in text and "revision=null" in text
+
+
+@pytest.mark.parametrize("path", ["train.parquet", "train.jsonl", "train.json"])
+def test_renamed_columns_are_noticed_before_the_download(server, path):
+    rows = [{"identifier": i, "query_text": f"{'words ' * 200}{i}?"} for i in range(20_000)]
+    body = {"train.parquet": parquet, "train.jsonl": jsonl, "train.json": lambda r: json.dumps(r).encode()}[path](rows)
+    server.add(NAME, {path: body})
+    need = reachable.source_need("mine", source(subset=None, split="train", form="openorca"))
+    assert not need.ok and "columns identifier, query_text" in need.detail
+    assert server.file_bytes() <= max(1 << 18, 0.5 * len(body))
+    with pytest.raises(UserError, match="columns identifier, query_text"):
+        rows_of(source(subset=None, split="train", form="openorca"))
+
+
+def test_files_that_cannot_be_read_are_named(server):
+    server.add(NAME, {"train.csv": b"prompt\nWhy?\n"})
+    for text in refused(source(subset=None, split="train")):
+        assert "train.csv" in text and ".jsonl" in text
+
+
+def test_no_connection_is_said_once_and_not_waited_for_by_every_source(server, tmp_path, monkeypatch):
+    server.server.shutdown()
+    server.server.server_close()
+    for number in range(15):
+        need = reachable.source_need(f"s{number}", source(path=f"owner/set{number}"))
+        assert not need.ok and "no connection to http://127.0.0.1" in need.detail and "HTTPS_PROXY" in need.fix
+    assert len(server.pauses) == 1
+
+
+def test_offline_by_choice_is_its_own_message(server, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for text in refused(source()):
+        assert "HF_HUB_OFFLINE is set" in text and "unset HF_HUB_OFFLINE" in text
+    assert server.seen == [] and server.pauses == []
+
+
+# ---------------------------------------------------------------- a busy hub
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+@pytest.mark.parametrize("where", ["GET /api/datasets/owner/set$", "README", "tree", "paths-info", r"code-0.*parquet"])
+def test_a_busy_hub_is_asked_again_wherever_it_is_busy(server, status, where):
+    server.add(NAME, files(), CARD)
+    server.faults = [Fault(where, status=status, times=3)]
+    assert len(rows_of(source())) == 200
+    assert server.faults[0].times == 0
+
+
+def test_retry_after_is_obeyed_up_to_a_bound(server):
+    server.add(NAME, files(), CARD)
+    server.faults = [Fault("owner/set$", status=429, headers={"Retry-After": "7"}),
+                     Fault("owner/set$", status=429, headers={"Retry-After": "9999"})]  # fmt: skip
+    assert len(rows_of(source())) == 200
+    assert server.pauses == [7.0, hub_errors.LONGEST_PAUSE_S]
+
+
+@pytest.mark.parametrize(("status", "said"), [(429, "too many requests"), (503, "the hub answers 503")])
+def test_a_hub_that_stays_busy_is_given_up_after_a_bounded_time(server, status, said):
+    server.add(NAME, files(), CARD)
+    server.faults = [Fault(".", status=status, times=10_000)]
+    need = reachable.source_need("mine", source())
+    assert not need.ok and said in need.detail and "what is downloaded stays" in need.fix
+    assert len(server.pauses) == hub_errors.ATTEMPTS - 1 and sum(server.pauses) <= 60
+
+
+# ---------------------------------------------------------------- one revision a run
+
+
+def test_one_run_never_mixes_two_revisions(server):
+    data = server.add(NAME, files(), CARD)
+    first = data.shas()[0]
+    config = recipe({name: {"kind": "hub", "path": NAME, "subset": "main", "split": name} for name in ("code", "chat")})
+    assert client().sha("code", config.sources["code"]) == first
+    data.commits.append({**data.commits[0], "data/chat-00000-of-00001.parquet": parquet(conversations(1, "newer"))})
+    pinned = pin(config)
+    assert [source.revision for source in pinned.sources.values()] == [first, first]
+    assert len(list(read_source("chat", pinned.sources["chat"], pinned))) == 30
+    client.cache_clear()  # another run
+    assert pin(config).sources["chat"].revision == data.shas()[1]
+    assert len(list(read_source("chat", pin(config).sources["chat"], config))) == 1
+    assert server.asked(r"resolve/main/") == 0  # nothing was ever fetched at a moving name
+
+
+def test_unchanged_files_of_a_newer_revision_are_not_fetched_again(server):
+    data = server.add(NAME, files(), CARD)
+    rows_of(source())
+    before = server.file_bytes("code-00000")
+    data.commits.append({**data.commits[0], "data/code-00001-of-00002.parquet": parquet(conversations(3, "newer"))})
+    client.cache_clear()
+    assert len(rows_of(source())) == 103
+    assert server.file_bytes("code-00000") == before > 0
+
+
+def test_a_pinned_set_that_is_here_needs_no_hub(server, monkeypatch):
+    data = server.add(NAME, files(), CARD)
+    config = source(revision=data.shas()[0])
+    assert len(rows_of(config)) == 200
+    client.cache_clear()
+    server.seen.clear()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert len(rows_of(config)) == 200
+    found = columns(config)
+    assert (found["rows there"], found["counted by"]) == ("200", "footers")
+    assert found["revision"].endswith("(pinned)") and found["to download"].startswith("0 B of")
+    assert server.seen == []
+
+
+def test_a_branch_or_tag_counts_as_unpinned(server):
+    server.add(NAME, files(), CARD)
+    assert columns(source(revision="main"))["revision"].endswith("(main today)")
+    assert (
+        pin(recipe({"a": {"kind": "hub", "path": NAME, "revision": "main"}})).sources["a"].revision
+        == (server.sets[NAME].shas()[0])
+    )
+
+
+# ---------------------------------------------------------------- rows
+
+
+def test_hub_rows_have_no_nulls_of_other_rows(server):
+    """Trap 12: a columnar file gives every row the union of nested keys; row 1's call must not gain row 2's argument."""
+    call = lambda arguments: [
+        {"role": "user", "content": "Go?"},
+        {"role": "assistant", "content": "",
+         "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}]},
+    ]  # fmt: skip
+    body = parquet([{"messages": call({"city": "Oslo"})}, {"messages": call({"n": 3})}])
+    (_, message) = pyarrow.parquet.read_table(io.BytesIO(body)).to_pylist()[0]["messages"]
+    assert message["tool_calls"][0]["function"]["arguments"] == {"city": "Oslo", "n": None}
+    server.add(NAME, {"train.parquet": body})
+    rows = rows_of(source(subset=None, split="train"))
+    text = json.dumps(next(outcome(row) for row in rows))
+    assert '"n"' not in text and "null" not in text and "Oslo" in text
+
+
+def test_json_arrays_gzip_and_broken_lines_are_read_like_files(server):
+    lines = jsonl(conversations(3)) + b'{"id": "cut", "messages": [\n' + jsonl(conversations(2, "more"))
+    server.add(NAME, {"train/a.json": json.dumps(conversations(4, "array")).encode(),
+                      "train/b.jsonl.gz": gzip.compress(lines)})  # fmt: skip
+    raws = rows_of(source(subset=None, split="train"))
+    assert [raw.drop for raw in raws if raw.drop] == ["bad_json"] and len(raws) == 10
+    assert raws[0].id == "array0" and raws[-1].id == "more1"
+
+
+@pytest.mark.parametrize("form", [name for name, form in FORMS.items() if form.unread])
+def test_columns_that_a_form_does_not_read_are_left_out_and_change_nothing(server, form, monkeypatch):
+    row = {"id": "t0.1", "question": "Why is it so?", "system_prompt": "Be kind.", "input": "Write code, please.",
+           "average_test_score": "1.0", "domain": "generic", "instance_id": "o__n-3", "repo": "o/n", "license": "mit",
+           "language": "python", "resolved": 1, "messages": [{"role": "user", "content": "Fix it, please."}],
+           **{name: "large " * 50 for name in FORMS[form].unread}}  # fmt: skip
+    server.add(NAME, {"train.parquet": parquet([row, {**row, "id": "t0.2"}])})
+    config = source(subset=None, split="train", form=form)
+    lean = rows_of(config)
+    monkeypatch.setitem(FORMS, form, replace(FORMS[form], unread=()))
+    full = rows_of(config)
+    assert lean == full and all(raw.messages and not raw.drop and not raw.skip for raw in full)
+
+
+def test_without_an_id_column_no_column_is_left_out(server, monkeypatch):
+    rows = [{"question": "Why?", "response": "one"}, {"question": "Why?", "response": "two"}]
+    monkeypatch.setitem(FORMS, "prompt", replace(FORMS["prompt"], unread=("response",)))
+    server.add(NAME, {"train.parquet": parquet(rows)})
+    first, second = rows_of(source(subset=None, split="train", form="prompt"))
+    assert first.id != second.id  # ids are hashes of whole rows
+
+
+def test_the_client_of_another_run_starts_without_memory():
+    assert Client().answers == {} and Client().down is None
