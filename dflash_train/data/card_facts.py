@@ -7,7 +7,7 @@ from collections import Counter
 from itertools import chain
 
 from dflash_train.data.card_parts import LENGTH_COLUMNS, Bars, Card, Section, Table, histograms, length_facts, share
-from dflash_train.data.card_rows import LANGUAGE_ROWS, MIN_CONFIDENCE, RowCounts
+from dflash_train.data.card_rows import MIN_CONFIDENCE, RowCounts
 
 TOP_LANGUAGES = 12
 NO_MODEL_NAMED = "Of the other sources the recipe names no model; their own cards may say more."
@@ -153,7 +153,8 @@ def languages(counts: RowCounts) -> Section:
     rows = [[name, by_language[name], share(by_language[name], total)] for name in top]
     if rest := total - sum(by_language[name] for name in top):
         rows.append([f"{len(by_language) - len(top)} others", rest, share(rest, total)])
-    whole = "every training row" if total < LANGUAGE_ROWS else f"the first {total:,} training rows of the shuffled mix"
+    everything = total == counts.by("split")["train"]
+    whole = "every training row" if everything else f"the first {total:,} training rows of the shuffled mix"
     notes = [
         f"Told by py3langid from the users' turns of {whole}. Unsure: the best guess has less than "
         f"{MIN_CONFIDENCE:.0%}, as it is for single words, names and formulas; zxx: no language. Short "
@@ -184,6 +185,7 @@ def answered(answers: dict, counts: RowCounts) -> Section:
         total, cut = counts.answer_tokens[mode].total(), by_mode[mode, "length"]
         rows.append([f"thinking {mode}", total, *[by_mode[mode, reason] for reason in reasons], share(cut, total)])
     parts = histograms({f"Answers, thinking {mode}": counts.answer_tokens[mode] for mode in modes}, "tokens")
+    parts += histograms({f"Prompts, thinking {mode}": counts.prompt_tokens[mode] for mode in modes}, "tokens")
     parts.append(Table("How the kept answers ended", ["", "answers", *reasons, "cut by the limit"], rows))
     if answers["dropped"]:
         rows = [[reason, count] for reason, count in sorted(answers["dropped"].items())]

@@ -46,6 +46,7 @@ class RowCounts:
             asked = history(sample)
             self.prompt_chars[sample.source][sum(len(message["content"]) for message in asked)] += 1
             if sample.regen:
+                self.prompt_tokens[sample.thinking][sample.regen["n_prompt"]] += 1
                 self.answer_tokens[sample.thinking][sample.regen["n_tokens"]] += 1
                 self.finish[sample.source, sample.thinking, sample.regen["finish_reason"]] += 1
             if sample.split != "train":
