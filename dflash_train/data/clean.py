@@ -8,7 +8,7 @@ counts both. The rules and their order come from defects measured on real chat d
 import re
 import unicodedata
 
-from dflash_train.data.schemas import clean_tool_calls
+from dflash_train.data.schemas import clean_id, clean_tool_calls
 from dflash_train.data.text import PLACEHOLDERS, Drop, clean_text, content_text, parse_literal
 
 ROLES = {
@@ -67,9 +67,7 @@ def _clean_message(raw: object, index: int, repairs: set[str]) -> dict:
     if role == "assistant":
         _clean_assistant(raw, message, f"call_{index}", repairs)
     elif role == "tool":
-        for key in ("tool_call_id", "name"):
-            if isinstance(raw.get(key), str | int) and not isinstance(raw[key], bool) and str(raw[key]).strip():
-                message[key] = clean_text(str(raw[key]))
+        message |= {key: text for key in ("tool_call_id", "name") if (text := clean_id(raw.get(key)))}
     elif role == "user":
         message["content"] = _without_switch(text)
     elif _CONTROL_SYSTEM.fullmatch(text):
@@ -83,10 +81,11 @@ def _clean_assistant(raw: dict, message: dict, prefix: str, repairs: set[str]) -
     if "<think>" in message["content"] or "</think>" in message["content"]:
         message["content"] = _without_reasoning(message["content"])
         repairs.add("reasoning_removed")
-    if raw.get("tool_calls"):
-        message["tool_calls"] = clean_tool_calls(raw["tool_calls"], prefix)
-    elif raw.get("function_call"):  # what OpenAI had before tool_calls
-        message["tool_calls"] = clean_tool_calls([raw["function_call"]], prefix)
+    calls = clean_tool_calls(raw["tool_calls"], prefix) if raw.get("tool_calls") else []
+    if not calls and raw.get("function_call"):  # what OpenAI had before tool_calls
+        calls = clean_tool_calls([raw["function_call"]], prefix)
+    if calls:
+        message["tool_calls"] = calls
     if isinstance(raw.get("reasoning_content"), str) and raw["reasoning_content"].strip():
         message["reasoning_content"] = clean_text(raw["reasoning_content"], repairs).strip()
 

@@ -108,16 +108,14 @@ def clean_tools(tools: object) -> list[dict] | None:
 
 def _clean_tool(tool: object) -> dict:
     function = tool.get("function", tool) if isinstance(tool, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or not name.strip():
-        raise Drop("bad_tools")
+    name = _name(function, "bad_tools")
     parameters = function.get("parameters")
     parameters = parse_literal(parameters, "bad_tools") if isinstance(parameters, str) and parameters else parameters
     if not isinstance(parameters or {}, dict):
         raise Drop("bad_tools")
     description = function.get("description")
     return {"type": "function", "function": clean_value({
-        "name": name.strip(), "description": description if isinstance(description, str) else "",
+        "name": name, "description": description if isinstance(description, str) else "",
         "parameters": json_schema(parameters or {"type": "object", "properties": {}})})}  # fmt: skip
 
 
@@ -131,15 +129,25 @@ def clean_tool_calls(calls: object, prefix: str = "call") -> list[dict]:
     out = []
     for number, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, dict) else None
-        name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str) or not name.strip():
-            raise Drop("bad_tool_call")
-        own_id = call.get("id")
-        usable = isinstance(own_id, str | int) and not isinstance(own_id, bool) and str(own_id).strip()
-        out.append({"id": clean_text(str(own_id)) if usable else f"{prefix}_{number}", "type": "function",
-                    "function": {"name": clean_text(name.strip()),
-                                 "arguments": _clean_arguments(function.get("arguments"))}})  # fmt: skip
+        name = _name(function, "bad_tool_call")
+        arguments = _clean_arguments(function.get("arguments"))
+        out.append({"id": clean_id(call.get("id")) or f"{prefix}_{number}", "type": "function",
+                    "function": {"name": name, "arguments": arguments}})  # fmt: skip
     return out
+
+
+def _name(function: object, reason: str) -> str:
+    """The name of a tool or of a called one. Raises Drop(reason) where nothing is left of it."""
+    name = function.get("name") if isinstance(function, dict) else None
+    name = clean_text(name).strip() if isinstance(name, str) else ""
+    if not name:
+        raise Drop(reason)
+    return name
+
+
+def clean_id(value: object) -> str:
+    """An id as text, "" for what is none."""
+    return clean_text(str(value)).strip() if isinstance(value, str | int) and not isinstance(value, bool) else ""
 
 
 def _clean_arguments(arguments: object) -> dict:

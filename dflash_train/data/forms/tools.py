@@ -4,6 +4,7 @@ target's own template says how it calls."""
 
 import json
 import re
+from itertools import islice
 
 from dflash_train.data.forms.base import Form, Hints, as_list, ask, check_calls, with_system, word
 from dflash_train.data.forms.calls import glaive_call, toolace_calls
@@ -189,8 +190,8 @@ def from_toolace(row: dict, hints: Hints) -> dict:
 
 
 def _list_in_prose(text: str) -> list | None:
-    """The first JSON list of named objects in a text."""
-    for found in re.finditer(r"\[\s{0,20}\{", text):
+    """The first JSON list of named objects in a text, looked for at its first 20 places that look like one."""
+    for found in islice(re.finditer(r"\[\s{0,20}\{", text), 20):
         values, _ = parse_objects(text, found.start())
         if values and isinstance(values[0], list) and all(isinstance(v, dict) and "name" in v for v in values[0]):
             return values[0]
