@@ -196,11 +196,12 @@ def test_answers_of_regenerate_are_taken_by_their_ids():
     """Re-tokenizing text can give other ids; the recorded ones are what the target emitted, cut ones included."""
     r = renderer()
     ids = [50, 51, 3, 52, 2]
-    done = sample([USER, {"role": "assistant", "content": "other text"}], regen={"token_ids": ids})
+    text = r.tokenizer.decode(ids, skip_special_tokens=True)
+    done = sample([USER, {"role": "assistant", "content": text}], regen={"token_ids": ids, "finish_reason": "stop"})
     rendered = r.render(done)
     assert rendered.token_ids == r.prompt_ids(sample([USER])) + ids
     assert sum(rendered.loss_mask) == 5
-    cut = sample([USER, {"role": "assistant", "content": "x"}], regen={"token_ids": ids[:-1]})
+    cut = sample([USER, done.messages[-1]], regen={"token_ids": ids[:-1], "finish_reason": "length"})
     assert r.render(cut).token_ids[-1] == 52
 
 

@@ -31,7 +31,7 @@ def make_sample(i: int, split: str = "train", text: str | None = None) -> Sample
 
 
 def make_run(tmp_path, num_train: int = 13, **changes) -> RegenerateRun:
-    answers = AnswersConfig(max_new_tokens=8, batch_size=4, greedy_share=0.3, max_repetition=0.9,
+    answers = AnswersConfig(max_new_tokens=8, batch_size=4, greedy_share=0.3, max_repetition=0.9, probe=False,
                             off=SamplingConfig(0.7, 0.8, 20), on=SamplingConfig(1.0, 0.95, 20))  # fmt: skip
     answers = dataclasses.replace(answers, **changes)
     data = DataConfig(name="toy", sources={"mine": SourceConfig(path="x.jsonl")}, answers=answers)
@@ -153,7 +153,7 @@ def test_complete_answers_are_returned_without_loading_the_target(tmp_path, monk
     monkeypatch.setattr(hf, "load", lambda *a: pytest.fail("the target was loaded"))
     assert regenerate.ensure_answers(run) == run.answers_dir and outputs(run) == before
     for path in regenerate.mix_paths(run):
-        path.unlink()
+        path.unlink(missing_ok=True)
     assert regenerate.ensure_answers(run) == run.answers_dir, "answers alone are enough on another machine"
 
 
@@ -169,7 +169,7 @@ def test_answers_of_another_run_are_refused_naming_both(tmp_path, monkeypatch, c
     if finished:
         regenerate.ensure_answers(run)
     else:
-        monkeypatch.setattr(regenerate, "answer_batches", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        monkeypatch.setattr(hf.HFTarget, "answer", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             regenerate.ensure_answers(run)
         monkeypatch.undo()

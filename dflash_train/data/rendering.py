@@ -36,14 +36,19 @@ class Rows:
     dropped: Counter = field(default_factory=Counter)
     num_cut: int = 0
 
-    def add(self, samples: Iterable[dict], split: str, renderer: Renderer, max_tokens: int) -> None:
-        """Render JSON samples of one split. Raises UserError for an id that comes twice."""
+    def add(self, samples: Iterable[dict], split: str, renderer: Renderer, max_tokens: int,
+            min_answer_tokens: int = 1) -> None:  # fmt: skip
+        """Render JSON samples of one split. An answer that came with the data, not from the target, must have
+        min_answer_tokens. Raises UserError for an id that comes twice."""
         for line in samples:
             sample = Sample.from_json(line)
             try:
                 rendered = renderer.render(sample)
             except RenderDrop as drop:
                 self.dropped[drop.reason] += 1
+                continue
+            if not sample.regen and sum(rendered.loss_mask) < min_answer_tokens:
+                self.dropped["short_answer"] += 1
                 continue
             row = Row(split, np.array(rendered.token_ids[:max_tokens], np.int32),
                       np.array(rendered.loss_mask[:max_tokens], bool))  # fmt: skip
