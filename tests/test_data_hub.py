@@ -368,7 +368,7 @@ def test_a_branch_or_tag_counts_as_unpinned(server):
 
 
 def test_hub_rows_have_no_nulls_of_other_rows(server):
-    """Trap 12: a columnar file gives every row the union of nested keys; row 1's call must not gain row 2's argument."""
+    """Trap 12: a columnar file gives every row the union of nested keys; row 1's call gains no argument of row 2."""
     call = lambda arguments: [
         {"role": "user", "content": "Go?"},
         {"role": "assistant", "content": "",
@@ -397,7 +397,7 @@ def test_columns_that_a_form_does_not_read_are_left_out_and_change_nothing(serve
     row = {"id": "t0.1", "question": "Why is it so?", "system_prompt": "Be kind.", "input": "Write code, please.",
            "average_test_score": "1.0", "domain": "generic", "instance_id": "o__n-3", "repo": "o/n", "license": "mit",
            "language": "python", "resolved": 1, "messages": [{"role": "user", "content": "Fix it, please."}],
-           **{name: "large " * 50 for name in FORMS[form].unread}}  # fmt: skip
+           **dict.fromkeys(FORMS[form].unread, "large " * 50)}  # fmt: skip
     server.add(NAME, {"train.parquet": parquet([row, {**row, "id": "t0.2"}])})
     config = source(subset=None, split="train", form=form)
     lean = rows_of(config)

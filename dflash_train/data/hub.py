@@ -19,6 +19,7 @@ from dflash_train.util.io import cache_dir, read_json, write_json
 from dflash_train.util.provenance import digest
 
 SHA = re.compile(r"[0-9a-f]{40}")
+HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}/[\w.-]{1,96}", re.ASCII)
 FILES_A_REQUEST = 200
 INFO_TIMEOUT_S = 60
 
@@ -86,6 +87,7 @@ class Hub:
 
     def info(self, name: str, config: SourceConfig):
         """huggingface_hub's DatasetInfo at config.revision: sha, gated, card_data. Raises UserError."""
+        require_hub_id(name, config)
         call = lambda: client().dataset_info(config.path, revision=config.revision, timeout=INFO_TIMEOUT_S)
         return self.once(("info", config.path, config.revision), lambda: self.ask(name, config, call))
 
@@ -104,6 +106,7 @@ class Hub:
 
     def listings(self, name: str, config: SourceConfig) -> list[Listing]:
         """The files of each of the source's subsets. Raises UserError naming what exists where one does not."""
+        require_hub_id(name, config)
         return [self.listing(name, config, subset) for subset in subsets(config)]
 
     def listing(self, name: str, config: SourceConfig, subset: str | None) -> Listing:
@@ -164,10 +167,11 @@ class Hub:
 
 def client():
     """huggingface_hub's API client, at HF_ENDPOINT, with HF_TOKEN or the token of `hf auth login`."""
-    import huggingface_hub
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import disable_progress_bars
 
-    huggingface_hub.utils.disable_progress_bars()  # our own lines say the same once, for all files
-    return huggingface_hub.HfApi()
+    disable_progress_bars()  # our own lines say the same once, for all files
+    return HfApi()
 
 
 def listing_path(config: SourceConfig, subset: str | None, sha: str) -> Path:
@@ -186,6 +190,22 @@ def kept_listing(config: SourceConfig, subset: str | None, sha: str) -> Listing 
 def subsets(config: SourceConfig) -> list[str | None]:
     """The subsets that the source reads, one after another; [None] = the set's default."""
     return config.options.get("subsets") or [config.subset]
+
+
+def is_hub_id(path: str | None) -> bool:
+    """Whether it can be the name of a data set on the hub."""
+    return bool(path and HUB_ID.fullmatch(path))
+
+
+def require_hub_id(name: str, config: SourceConfig) -> None:
+    """Raises UserError for a path that no data set can have."""
+    if is_hub_id(config.path):
+        return
+    local = bool(config.path) and Path(config.path).expanduser().exists()
+    fix = (
+        f"data.sources.{name}.kind=files, since {config.path} is here" if local else f"data.sources.{name}.path=<that>"
+    )
+    raise UserError(f"data.sources.{name}.path", got=config.path, want="owner/name of a data set on the hub", fix=fix)
 
 
 def is_sha(revision: str | None) -> bool:

@@ -6,6 +6,7 @@ many requests, a hub that is down. `ask` repeats the last three.
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 from dflash_train.config import SourceConfig
@@ -75,6 +76,9 @@ def explain(name: str, config: SourceConfig, error: Exception) -> UserError:
                       f"data.sources.{name}.revision=null takes the newest; {page}/commits lists them")  # fmt: skip
     if status == 401 and not found(errors.RepositoryNotFoundError):
         return say_so("the hub does not know this token (401)", "a valid one", "hf auth login, or another HF_TOKEN")
+    if found(errors.RepositoryNotFoundError) and Path(config.path).expanduser().exists():
+        return say_so(f"there is none of that name on {constants.ENDPOINT}, but a file here", "the owner/name of one",
+                      f"data.sources.{name}.kind=files")  # fmt: skip
     if found(errors.RepositoryNotFoundError):
         return say_so(f"there is none of that name on {constants.ENDPOINT}, or it is private", "the owner/name of one",
                       f"data.sources.{name}.path=<owner/name>, or leave it out: {without}")  # fmt: skip

@@ -158,11 +158,11 @@ def read_range(name: str, config: SourceConfig, listing: Listing, file: HubFile,
 
 def open_remote(listing: Listing, file: HubFile, block_bytes: int = CHUNK_BYTES):
     """The remote file as a seekable binary file; each read is one ranged request."""
-    import huggingface_hub
+    from huggingface_hub import HfFileSystem
 
     path = f"datasets/{listing.dataset}@{listing.sha}/{file.path}"
     options = {"block_size": block_bytes, "cache_type": "none", "size": file.num_bytes}
-    return huggingface_hub.HfFileSystem().open(path, "rb", **options)
+    return HfFileSystem().open(path, "rb", **options)
 
 
 def digest_of(path: Path, file: HubFile) -> str:

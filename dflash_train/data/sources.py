@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dflash_train.config import DataConfig, SourceConfig
 from dflash_train.data.forms import FORMS, ColumnWatch, RawRow, convert
+from dflash_train.data.hub import is_hub_id
 from dflash_train.data.hub_files import hub_rows
 from dflash_train.data.row_files import SUFFIXES, Bad, Latin1Row, file_rows
 from dflash_train.util.errors import UserError
@@ -41,17 +42,22 @@ def read(name: str, config: SourceConfig, data: DataConfig) -> Iterator[RawRow]:
     columns = {key: getattr(options, key) for key in ("prompt_field", "system_field", "id_field")}
     unread = set() if config.form == "auto" else {*FORMS[config.form].unread} - {*columns.values()}
     rows = hub_rows(name, config, unread) if config.kind == "hub" else _file_rows(name, config, unread)
-    watch = ColumnWatch(name, config.form, options.prompt_field)
+    watch, first_bad, is_readable = ColumnWatch(name, config.form, options.prompt_field), None, False
     for location, upstream, row in rows:
         if isinstance(row, Bad):
+            first_bad = first_bad or f"{row.reason} at {location}"
             yield RawRow(location, drop=row.reason)
             continue
+        is_readable = True
         watch.see(row)
         raw = convert(row, config.form, location, upstream, **columns)
         if isinstance(row, Latin1Row):
             raw.notes += ("decoded_as_latin1",)
         yield raw
     watch.finish()
+    if first_bad and not is_readable:
+        raise UserError(f"data.sources.{name}", got=f"rows, none of which could be read (the first: {first_bad})",
+                        want="one JSON object a line, a JSON array of them, or Parquet")  # fmt: skip
 
 
 # ---------------------------------------------------------------- files
@@ -69,15 +75,17 @@ def find_files(name: str, config: SourceConfig) -> list[Path]:
         found = sorted(p for p in path.rglob("*") if p.is_file() and p.name.endswith(SUFFIXES))
     else:
         found = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
+    kinds = ", ".join(SUFFIXES)
     if not found:
-        raise UserError(
-            field,
-            got=f"{config.path} (no such file)" if not path.is_dir() else f"{path} (no data files in it)",
-            want=f"a file, folder or glob of {', '.join(SUFFIXES)}",
-        )
+        got = f"{path} (no data files in it)" if path.is_dir() else f"{config.path} (no such file)"
+        hub = f"; for a data set on the hub: data.sources.{name}.kind=hub" if is_hub_id(config.path) else ""
+        raise UserError(field, got=got, want=f"a file, folder or glob of {kinds}", fix=f"{field}=my.jsonl{hub}")
     unknown = [p for p in found if not p.name.endswith(SUFFIXES)]
     if unknown:
-        raise UserError(field, got=str(unknown[0]), want=f"a name that ends in one of {', '.join(SUFFIXES)}")
+        fix = f"convert it, one JSON object a line: {field}={unknown[0].with_suffix('.jsonl')}"
+        raise UserError(field, got=f"{unknown[0]}, of a kind that is not read", want=f"one of {kinds}", fix=fix)
+    if not any(p.stat().st_size for p in found):
+        raise UserError(field, got=f"{config.path}, which is empty", want="rows", fix=f"{field}=my.jsonl")
     return found
 
 
