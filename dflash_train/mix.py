@@ -1,5 +1,5 @@
-"""Stage 1: a recipe's sources become prompts.jsonl and heldout.jsonl, with every count and every dropped row in
-manifest.json.
+"""Stage 1: a recipe's sources become prompts.jsonl, heldout.jsonl and, where asked for, reserve.jsonl, with every count
+and every dropped row's reason in manifest.json.
 
     sources -> forms -> cleaning -> filters -> hold out, take by hash order -> <work_dir>/data/<recipe>/
 
@@ -21,7 +21,8 @@ from dflash_train.bench.prompts import TASKS, contamination_texts
 from dflash_train.config import DataConfig, Run
 from dflash_train.data.hub import pin, recorded_revisions
 from dflash_train.data.hub_files import download
-from dflash_train.data.mixture import Mix, SourceReport, build_mix
+from dflash_train.data.mixture import Mix, build_mix
+from dflash_train.data.pool import SourceReport
 from dflash_train.data.reachable import COLUMNS, download_need, source_need, source_rows, wheel_need
 from dflash_train.data.recipe import recipe_hash
 from dflash_train.plan import check_disk, preflight
@@ -32,7 +33,7 @@ from dflash_train.util.log import Progress, say, table
 from dflash_train.util.provenance import digest, provenance
 
 BYTES_PER_ROW = 20_000  # spooled and final text of one row, generously; for the disk check alone
-FILES = {"train": "prompts.jsonl", "heldout": "heldout.jsonl"}
+FILES = {"train": "prompts.jsonl", "heldout": "heldout.jsonl", "reserve": "reserve.jsonl"}
 
 
 def main(run: Run) -> None:
@@ -64,16 +65,9 @@ def ensure_mix(run: Run) -> Path:
     _sweep(run.mix_dir)
     workspace = Path(tempfile.mkdtemp(prefix=f".mixing-{os.getpid()}-", dir=run.mix_dir))
     try:
-        progress = Progress("mix", len(run.data.sources), "sources")
-        mix = build_mix(
-            data,
-            evaluation,
-            workspace,
-            limit=run.limit,
-            on_row=lambda name: progress.update(0, rows=1),
-            on_source=lambda name: progress.update(1),
-        )
-        progress.close()
+        steps = _Steps()
+        mix = build_mix(data, evaluation, workspace, limit=run.limit, on_row=steps.rows, on_step=steps.begin)
+        steps.begin("writing")
         written = {split: _write(run.mix_dir, mix, split) for split in FILES}
     except OSError as error:
         if error.errno != errno.ENOSPC:
@@ -83,6 +77,7 @@ def ensure_mix(run: Run) -> Path:
         ) from None
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
+    written = {split: counts for split, counts in written.items() if counts is not None}
     manifest = describe(run, data, mix, written, identity)
     write_json(run.mix_dir / "manifest.json", manifest)
     _print_report(run, mix, manifest)
@@ -165,18 +160,32 @@ def why_stale(folder: Path, identity: str) -> str | None:
 # ---------------------------------------------------------------- after
 
 
-def _write(folder: Path, mix: Mix, split: str) -> dict:
-    """Write one split; returns its counts."""
+class _Steps:
+    """Says what is being done, and how many rows of it are."""
+
+    def begin(self, what: str) -> None:
+        say(f"mix: {what}")
+        self.progress = Progress("mix", 0, "rows")
+
+    def rows(self, number: int) -> None:
+        self.progress.update(number)
+
+
+def _write(folder: Path, mix: Mix, split: str) -> dict | None:
+    """Write one split; returns its counts. Without reserve rows there is no reserve file, and None."""
+    path = folder / FILES[split]
+    if split == "reserve" and not mix.splits[split]:
+        path.unlink(missing_ok=True)
+        return None
     thinking: Counter = Counter()
     by_source: Counter = Counter()
 
     def rows():
-        for row in mix.rows(mix.train if split == "train" else mix.heldout, split):
+        for row in mix.rows(split):
             thinking[f"{row['bucket']}/{row['thinking']}"] += 1
             by_source[row["source"]] += 1
             yield row
 
-    path = folder / FILES[split]
     count = write_jsonl(path, rows())
     return {
         "rows": count,
@@ -203,6 +212,8 @@ def describe(run: Run, data: DataConfig, mix: Mix, written: dict[str, dict], ide
         "contamination": {task: contaminated[task] for task in run.data.decontaminate},
         "thinking": {split: counts["thinking"] for split, counts in written.items()},
         "files": {FILES[split]: counts["file"] for split, counts in written.items()},
+        # So that no stage can train on them, whatever file they come to it in.
+        "heldout_ids": sorted(candidate.id for candidate in mix.splits["heldout"]),
     }
 
 
@@ -215,6 +226,7 @@ def _source_entry(data: DataConfig, name: str, report: SourceReport, written: di
         "revision": source.revision,
         "wanted": source.take,
         "read": report.read,
+        "not_needed": report.not_needed,
         "converted": report.converted,
         "dropped": dict(sorted(report.dropped.items())),
         "skipped": dict(sorted(report.skipped.items())),
@@ -225,16 +237,18 @@ def _source_entry(data: DataConfig, name: str, report: SourceReport, written: di
         "kept": report.kept,
         "taken": report.taken,
         "heldout": report.heldout,
+        "reserve": report.reserve,
         "written": {split: counts["sources"].get(name, 0) for split, counts in written.items()},
     }
 
 
 def _print_report(run: Run, mix: Mix, manifest: dict) -> None:
-    columns = ["source", "read", "not chosen", "dropped", "kept", "taken", "held out"]
+    columns = ["source", "read", "not chosen", "not needed", "dropped", "kept", "taken", "reserve", "held out"]
     rows = []
     for name, report in mix.reports.items():
         dropped = report.dropped.total() + report.filtered.total()
-        counts = [report.read, report.skipped.total(), dropped, report.kept, report.taken, report.heldout]
+        counts = [report.read, report.skipped.total(), report.not_needed, dropped, report.kept]
+        counts += [report.taken, report.reserve, report.heldout]
         rows.append([name, *[f"{count:,}" for count in counts]])
     table(f"mix: {run.data.name}", columns, rows)
     for name, report in mix.reports.items():

@@ -17,7 +17,8 @@ FIXTURES = Path(__file__).parent / "fixtures" / "data"
 
 def recipe(sources: dict[str, dict], **values) -> DataConfig:
     """A typed DataConfig of the given sources, nothing decontaminated unless asked for."""
-    plain = {"name": "test", "decontaminate": [], "heldout_fraction": 0.0, **values, "sources": sources}
+    plain = {"name": "test", "decontaminate": [], "heldout_fraction": 0.0, "num_processes": 1, **values}
+    plain["sources"] = sources
     data = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), OmegaConf.create(plain)))
     data.check()
     return data
@@ -51,7 +52,7 @@ def mixed(
     """(train rows, held-out rows, the mix)."""
     workspace.mkdir(parents=True, exist_ok=True)
     mix = build_mix(data, evaluation or {}, workspace, limit=limit)
-    return list(mix.rows(mix.train, "train")), list(mix.rows(mix.heldout, "heldout")), mix
+    return list(mix.rows("train")), list(mix.rows("heldout")), mix
 
 
 def fake_wheel(cache: Path, name: str, version: str, files: dict[str, str]) -> None:

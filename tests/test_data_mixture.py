@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_train.config import DataConfig, SourceConfig
-from dflash_train.data.mixture import prompt_ends
+from dflash_train.data.candidates import prompt_ends
 from dflash_train.data.recipe import plan_takes
 from dflash_train.records import Sample
 from dflash_train.util.errors import UserError
@@ -40,7 +40,7 @@ def test_counts_are_exact_and_no_row_comes_twice(tmp_path):
     assert len(set(ids(train + heldout))) == len(train) + len(heldout)
     assert heldout and {row["split"] for row in train} == {"train"} and {row["split"] for row in heldout} == {"heldout"}
     for report in mix.reports.values():
-        assert report.read == report.converted + report.skipped.total() + report.dropped.total()
+        assert report.read == report.converted + report.skipped.total() + report.dropped.total() + report.not_needed
         assert report.prompts == report.converted == report.kept + report.filtered.total()
         assert report.kept >= report.taken + report.heldout
     rows = [Sample.from_json(row) for row in train]
@@ -123,7 +123,7 @@ def test_take_null_is_everything_and_take_zero_is_nothing(tmp_path):
     a, b = (str(write_rows(tmp_path / f"{n}.jsonl", prompts(10, n))) for n in "ab")
     train, _, mix = mixed(recipe({"a": {"path": a}, "b": {"path": b, "take": 0}}), tmp_path / "w")
     assert [row["source"] for row in train] == ["a"] * 10
-    assert mix.reports["b"].taken == 0 and mix.reports["b"].kept == 10
+    assert mix.reports["b"].taken == 0 and mix.reports["b"].not_needed == mix.reports["b"].read == 10
 
 
 # ---------------------------------------------------------------- duplicates
@@ -240,8 +240,7 @@ def test_thinking_follows_the_buckets_share_and_a_native_rows_own_mode(tmp_path)
 def test_a_short_or_empty_source_is_refused_with_what_there_is(tmp_path):
     """Trap 14: an emptied source is an error unless the recipe allows it, then a named skip."""
     a = str(write_rows(tmp_path / "a.jsonl", prompts(10, "apple")))
-    empty = tmp_path / "b.jsonl"
-    empty.write_text("")
+    empty = write_rows(tmp_path / "b.jsonl", [{"prompt": ""}])
     with pytest.raises(UserError, match="a has 10 rows") as error:
         mixed(recipe({"a": {"path": a, "take": 11}}), tmp_path / "1")
     assert "data.sources.a.take=10" in str(error.value)

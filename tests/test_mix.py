@@ -128,7 +128,7 @@ def test_files_and_manifest_agree(tmp_path):
 
 def test_a_complete_mix_is_reused_until_recipe_limit_or_input_change(tmp_path, monkeypatch):
     reads = []
-    monkeypatch.setattr("dflash_train.data.mixture.read_source", lambda *args: reads.append(1) or read_source(*args))
+    monkeypatch.setattr("dflash_train.data.sift.read_source", lambda *args: reads.append(1) or read_source(*args))
     mix.ensure_mix(mine(tmp_path))
     mix.ensure_mix(mine(tmp_path, "data.answers.batch_size=3"))  # regenerate's business
     assert len(reads) == 1

@@ -109,7 +109,6 @@ class QualityConfig:
 
     repeated_lines: float | None = None  # share of lines that repeat an earlier one
     base64_bytes: int | None = None  # length of an unbroken run of base64
-    html_share: float | None = None  # share of characters inside HTML tags
 
 
 @dataclass

@@ -1,67 +1,38 @@
-"""The one mixer: read every source, filter, deduplicate, hold out, take by hash order, shuffle. A pure function of its
-inputs.
+"""The one mixer: read every source, clean, filter, deduplicate, hold out, take by hash order, shuffle. A pure function
+of its inputs, whatever the number of processes.
 
-    read -> convert, clean -> prompts (one turn or all) -> ROW_FILTERS -> [spool on disk] -> SET_FILTERS -> hold out,
-    take -> order
+    sift       each source is read once; the rows whose hash may be low enough wait in a raw spool         sift.py
+    prepare    those that are needed: clean, cut to a prompt, length, what filters compare           candidates.py
+    choose     held-out rows of all sources first, then source by source until each has its take      selection.py
+    order      one seeded shuffle over all
 
 Sampling is without replacement: within a source rows stand in the order of sha256(seed|source|id) and the first `take`
-are taken, so a smaller take is a prefix of a larger one. The lowest `heldout_fraction` of the hash range is set aside
-before that. Rows wait in a temporary file; memory holds one small `Candidate` a row.
+that pass the filters are taken, so a smaller take is a prefix of a larger one. The lowest `heldout_fraction` of the
+hash range (of rows, or of groups where rows have one) is set aside before that. Where filters leave a source short,
+more of its rows are prepared, and it is read again, deeper, when those run out.
 """
 
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from hashlib import sha256
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
-from dflash_train.config import DataConfig, SourceConfig
-from dflash_train.data.clean import Drop, clean_messages, normalized
-from dflash_train.data.decontaminate import Decontaminator
-from dflash_train.data.forms import RawRow
-from dflash_train.data.recipe import plan_takes, read_source
-from dflash_train.records import Sample
-from dflash_train.util.errors import UserError
-from dflash_train.util.io import json_line
-from dflash_train.util.provenance import stable_hash
+import numpy as np
 
-HASH_RANGE = 2**64
+from dflash_train.config import DataConfig
+from dflash_train.data.candidates import HELDOUT_TASK, Candidate, asked_text, prepare
+from dflash_train.data.near_duplicates import NearIndex
+from dflash_train.data.pool import Pool, Side, SourceReport
+from dflash_train.data.recipe import plan_takes
+from dflash_train.data.selection import Selection
+from dflash_train.data.sift import sift
+from dflash_train.util.io import write_json
+from dflash_train.util.parallel import num_cores, ordered_map
+from dflash_train.util.provenance import digest, stable_hash
 
-
-@dataclass(slots=True)
-class Candidate:
-    """A prompt that passed the row filters. order: its place in the source's hash order; heldout: in the held-out
-    range; keys: what exact deduplication compares; offset, size: its row's bytes in the source's spool."""
-
-    source: str
-    id: str
-    order: int
-    heldout: bool
-    keys: tuple[bytes, ...]
-    conversation: str
-    offset: int
-    size: int
-
-
-@dataclass
-class SourceReport:
-    """What happened to a source's rows: read = converted + skipped + dropped, prompts = kept + filtered (with
-    data.turns=one prompts = converted), and kept - taken - heldout rows were not asked for."""
-
-    read: int = 0
-    converted: int = 0
-    skipped: Counter = field(default_factory=Counter)  # by the source's own rule: not chosen, but nothing wrong
-    dropped: Counter = field(default_factory=Counter)
-    repaired: Counter = field(default_factory=Counter)
-    prompts: int = 0
-    filtered: Counter = field(default_factory=Counter)
-    duplicates: Counter = field(default_factory=Counter)  # by the source whose row was kept
-    contaminated: Counter = field(default_factory=Counter)  # by evaluation task
-    kept: int = 0
-    heldout: int = 0
-    taken: int = 0
+UNBOUNDED = 2**62  # rows of a source that has more than anyone asked for
 
 
 @dataclass
@@ -69,15 +40,14 @@ class Mix:
     """The result: per-source reports, and the chosen candidates in final order, whose rows `rows` reads back."""
 
     reports: dict[str, SourceReport]
-    train: list[Candidate]
-    heldout: list[Candidate]
+    splits: dict[str, list[Candidate]]
     spools: dict[str, Path]
 
-    def rows(self, candidates: list[Candidate], split: str) -> Iterator[dict]:
-        """The candidates' canonical rows, in their order, one read each."""
-        files = {name: open(path, "rb") for name, path in self.spools.items()}  # noqa: SIM115 (closed below)
+    def rows(self, split: str) -> Iterator[dict]:
+        """Canonical rows of "train", "heldout" or "reserve", in their order, one read each."""
+        files = {name: open(path, "rb") for name, path in self.spools.items() if path.exists()}  # noqa: SIM115
         try:
-            for candidate in candidates:
+            for candidate in self.splits[split]:
                 f = files[candidate.source]
                 f.seek(candidate.offset)
                 yield {**json.loads(f.read(candidate.size)), "split": split}
@@ -92,218 +62,182 @@ def build_mix(
     workspace: Path,
     *,
     limit: int | None = None,
-    on_row: Callable[[str], None] = lambda name: None,
-    on_source: Callable[[str], None] = lambda name: None,
+    on_row: Callable[[int], None] = lambda number: None,
+    on_step: Callable[[str], None] = lambda what: None,
 ) -> Mix:
     """Mix the recipe's sources. evaluation: {task: [item texts]} that no row may contain; workspace: an empty folder
-    for spools; limit: only the first rows of the final order; on_row, on_source: called for progress. Raises UserError
+    for spools; limit: only the first rows of the final order; on_row, on_step: called for progress. Raises UserError
     for an unreadable, bad (strict) or short source."""
-    reports = {name: SourceReport() for name in data.sources}
-    row_filters = [LengthFilter(data), ContaminationFilter(evaluation)]
-    candidates: list[Candidate] = []
-    spools = {}
-    for number, (name, source) in enumerate(data.sources.items()):
-        spools[name] = workspace / f"{number}.jsonl"
-        candidates += _collect(name, source, data, row_filters, spools[name], reports[name], on_row)
-        on_source(name)
-    for keep in SET_FILTERS:
-        candidates = keep(candidates, reports)
-    train, heldout = _choose(data, candidates, reports)
-    final = lambda rows: sorted(rows, key=lambda c: (stable_hash(data.seed, "final", c.source, c.id), c.id))[:limit]
-    return Mix(reports, final(train), final(heldout), spools)
-
-
-# ---------------------------------------------------------------- reading one source
-
-
-def _collect(
-    name: str,
-    source: SourceConfig,
-    data: DataConfig,
-    row_filters: list,
-    spool: Path,
-    report: SourceReport,
-    on_row: Callable[[str], None],
-) -> list[Candidate]:
-    """Candidates of one source in hash order; their rows go to `spool`."""
-    out: list[Candidate] = []
-    seen_ids: Counter = Counter()
-    with open(spool, "wb") as f:
-        for raw in read_source(name, source, data):
-            report.read += 1
-            on_row(name)
-            if raw.skip:
-                report.skipped[raw.skip] += 1
-                continue
-            repairs = set(raw.notes)
-            try:
-                messages = _clean(raw, repairs)
-            except Drop as drop:
-                if data.strict:
-                    raise UserError(
-                        raw.location,
-                        got=f"a row that cannot be used ({drop.reason})",
-                        want="clean rows, since data.strict=true",
-                        fix="data.strict=false counts it",
-                    ) from None
-                report.dropped[drop.reason] += 1
-                continue
-            report.converted += 1
-            report.repaired.update(repairs)
-            seen_ids[raw.id] += 1
-            if seen_ids[raw.id] > 1:  # ids repeat in real sets; the sample's own id may not
-                raw.id = f"{raw.id}~{seen_ids[raw.id]}"
-            for sample in _prompts(name, source, data, raw, messages):
-                report.prompts += 1
-                reason = next((reason for check in row_filters if (reason := check(sample, report))), None)
-                if reason:
-                    report.filtered[reason] += 1
-                    continue
-                line = json_line(sample.to_json()).encode("utf-8")
-                out.append(_candidate(data, name, raw, messages, sample, f.tell(), len(line)))
-                f.write(line)
-    out.sort(key=lambda candidate: (candidate.order, candidate.id))
-    return out
-
-
-def _clean(raw: RawRow, repairs: set[str]) -> list[dict]:
-    if raw.drop:
-        raise Drop(raw.drop)
-    try:
-        return clean_messages(raw.messages, repairs)
-    except RecursionError:
-        raise Drop("nested_too_deep") from None
-
-
-def prompt_ends(messages: list[dict]) -> list[int]:
-    """Lengths of the prefixes that an assistant answers: each ends at a user turn or at the last of a run of tool
-    results."""
-    ends = []
-    for index, message in enumerate(messages):
-        following = messages[index + 1]["role"] if index + 1 < len(messages) else "assistant"
-        if message["role"] in ("user", "tool") and following == "assistant":
-            ends.append(index + 1)
-    return ends
-
-
-def _prompts(name: str, source: SourceConfig, data: DataConfig, raw: RawRow, messages: list[dict]) -> Iterator[Sample]:
-    """One prompt of the conversation, at the turn its hash says, or one per turn with data.turns=all."""
-    ends = prompt_ends(messages)
-    if not ends:
-        return
-    chosen = ends if data.turns == "all" else [ends[stable_hash(data.seed, "turn", name, raw.id) % len(ends)]]
-    for end in chosen:
-        sample_id = f"{name}/{raw.id}" + (f"#{end}" if data.turns == "all" else "")
-        share = data.thinking_share.get(source.bucket, 0.0)
-        # By conversation, so that all turns of one are answered in the same mode.
-        hashed = "on" if stable_hash(data.seed, "thinking", name, raw.id) < share * HASH_RANGE else "off"
-        yield Sample(
-            id=sample_id,
-            source=name,
-            license=raw.license or source.license,
-            bucket=source.bucket,
-            split="train",
-            thinking=raw.thinking or hashed,
-            messages=messages[:end],
-            tools=raw.tools,
-            upstream=raw.upstream,
-        )
-
-
-def _candidate(
-    data: DataConfig, name: str, raw: RawRow, messages: list[dict], sample: Sample, offset: int, size: int
-) -> Candidate:
-    group = stable_hash(data.seed, name, raw.group if raw.group is not None else raw.id)
-    # Both the whole conversation and the prompt cut out of it: copies may have been cut at different turns.
-    keys = tuple({dedupe_key(messages, sample.tools), dedupe_key(sample.messages, sample.tools)})
-    return Candidate(
-        name,
-        sample.id,
-        stable_hash(data.seed, name, raw.id),
-        group < data.heldout_fraction * HASH_RANGE,
-        keys,
-        f"{name}/{raw.id}",
-        offset,
-        size,
-    )
-
-
-# ---------------------------------------------------------------- filters
-
-
-class LengthFilter:
-    """Characters of all messages between data.min_prompt_chars and data.max_prompt_chars (tokens are counted when
-    rendering)."""
-
-    def __init__(self, data: DataConfig):
-        self.low, self.high = data.min_prompt_chars, data.max_prompt_chars
-
-    def __call__(self, sample: Sample, report: SourceReport) -> str | None:
-        length = sum(len(message["content"]) for message in sample.messages)
-        return "too_short" if length < self.low else "too_long" if length > self.high else None
-
-
-class ContaminationFilter:
-    """No message of the prompt contains an evaluation item."""
-
-    def __init__(self, evaluation: dict[str, list[tuple[str, ...]]]):
-        self.decontaminator = Decontaminator(evaluation)
-
-    def __call__(self, sample: Sample, report: SourceReport) -> str | None:
-        for message in sample.messages:
-            task = self.decontaminator.hit(message["content"])
-            if task:
-                report.contaminated[task] += 1
-                return "contaminated"
-        return None
-
-
-def dedupe_key(messages: list[dict], tools: list[dict] | None) -> bytes:
-    """128 bits of sha256 over the normalised system and user texts and the tool names."""
-    texts = [normalized(message["content"]) for message in messages if message["role"] in ("system", "user")]
-    names = sorted(tool["function"]["name"] for tool in tools or ())
-    return sha256(json.dumps([texts, names]).encode("utf-8")).digest()[:16]
-
-
-def exact_dedupe(candidates: list[Candidate], reports: dict[str, SourceReport]) -> list[Candidate]:
-    """Of rows with a common key the first stays: the earliest source of the recipe, and within it the first in hash
-    order. Held-out rows take part, so a train row never repeats a held-out one."""
-    owner: dict[bytes, tuple[str, str]] = {}
-    out = []
-    for candidate in candidates:
-        taken_by = next((owner[key] for key in candidate.keys if key in owner), None)
-        if taken_by is not None and taken_by[1] != candidate.conversation:
-            reports[candidate.source].filtered["duplicate"] += 1
-            reports[candidate.source].duplicates[taken_by[0]] += 1
+    mixer = Mixer(data, evaluation, workspace, on_row, on_step)
+    takes: dict[str, int | None] = {name: source.take for name, source in data.sources.items()}
+    ends: dict[str, int] = {}  # rows of sources that turned out to have no more
+    mixer.aim(takes)
+    mixer.read(list(mixer.pools.values()))
+    while True:
+        mixer.hold_out()
+        selection = mixer.take(takes)
+        if mixer.deepen_train(selection, takes):
             continue
-        for key in candidate.keys:
-            owner.setdefault(key, (candidate.source, candidate.conversation))
-        out.append(candidate)
-    return out
+        taken = {name: len(outcome.train) for name, outcome in selection.outcomes.items()}
+        ends |= {name: taken[name] for name, take in takes.items() if take is None or taken[name] < take}
+        settled = plan_takes(data, {name: ends.get(name, UNBOUNDED) for name in takes})
+        if settled == taken:
+            return mixer.finish(selection, limit)
+        takes = {name: None if source.take is None else settled[name] for name, source in data.sources.items()}
+        mixer.aim(takes)
 
 
-# In order; each sees the candidates of all sources, by source and hash order, and returns those that stay.
-SET_FILTERS: list[Callable[[list[Candidate], dict[str, SourceReport]], list[Candidate]]] = [exact_dedupe]
+class Mixer:
+    """The sources' pools and the steps between them."""
 
+    def __init__(self, data: DataConfig, evaluation: dict, workspace: Path, on_row: Callable, on_step: Callable):
+        self.data, self.evaluation, self.workspace = data, evaluation, workspace
+        self.on_row, self.on_step = on_row, on_step
+        self.num_processes = data.num_processes or num_cores()
+        self.pools = {
+            name: Pool(name, source, data, workspace / str(number))
+            for number, (name, source) in enumerate(data.sources.items())
+        }
+        self.texts = self.evaluation_path = self._write_texts([])
 
-# ---------------------------------------------------------------- hold out and take
+    # ------------------------------------------------------------ how much of each source
 
+    def num_heldout(self, pool: Pool) -> int:
+        """Held-out rows the source should give: a share of its take in the recipe, or of all it has."""
+        take = len(pool.train.places) if pool.source.take is None else pool.source.take
+        return ceil(self.data.heldout_fraction * take)
 
-def _choose(
-    data: DataConfig, candidates: list[Candidate], reports: dict[str, SourceReport]
-) -> tuple[list[Candidate], list[Candidate]]:
-    """(train, heldout). The held-out range of a large source may hold far more rows than its take asks for: as many as
-    heldout_fraction of the take are kept, the rest of the range stays unused rather than trained on."""
-    by_source: dict[str, list[Candidate]] = {name: [] for name in data.sources}
-    for candidate in candidates:
-        by_source[candidate.source].append(candidate)
-        reports[candidate.source].kept += 1
-    trainable = {name: [c for c in rows if not c.heldout] for name, rows in by_source.items()}
-    takes = plan_takes(data, {name: len(rows) for name, rows in trainable.items()})
-    train, heldout = [], []
-    for name, rows in by_source.items():
-        held = [candidate for candidate in rows if candidate.heldout][: ceil(data.heldout_fraction * takes[name])]
-        train += trainable[name][: takes[name]]
-        heldout += held
-        reports[name].taken, reports[name].heldout = takes[name], len(held)
-    return train, heldout
+    def num_reserve(self, take: int | None) -> int:
+        return 0 if take is None else ceil(self.data.reserve_fraction * take)
+
+    def aim(self, takes: dict[str, int | None]) -> None:
+        """Set how far each source is to be read and prepared. A range of the hash may hold far more held-out rows than
+        the take asks for: the rest of it stays unused rather than trained on."""
+        for name, pool in self.pools.items():
+            take = takes[name]
+            pool.train.aim(None if take is None else take + self.num_reserve(take))
+            if self.data.heldout_fraction:
+                pool.heldout.aim(None if pool.source.take is None else self.num_heldout(pool))
+
+    # ------------------------------------------------------------ reading and preparing
+
+    def read(self, pools: list[Pool]) -> None:
+        """Sift these sources, one a process."""
+        self.on_step(f"reading {', '.join(pool.name for pool in pools)}")
+        for pool, result in zip(pools, self._map(sift, [pool.sift_job() for pool in pools]), strict=True):
+            pool.sifted(result)
+
+    def _prepare(self, sides: list[tuple[Pool, Side]], texts: Path) -> None:
+        """Candidates of each side, as far as its goal."""
+        work = [(pool, side, job) for pool, side in sides for job in pool.prepare_jobs(side, texts)]
+        if not work:
+            return
+        self.on_step(f"preparing {sum(len(job.places) for _, _, job in work):,} rows")
+        results = self._map(prepare, [job for _, _, job in work], ahead=2 * self.num_processes)
+        for (pool, side, _), result in zip(work, results, strict=True):
+            pool.prepared(side, result)
+
+    def _map(self, function: Callable, jobs: list, ahead: int | None = None) -> Iterator:
+        processes = max(1, min(self.num_processes, len(jobs)))
+        return ordered_map(function, jobs, processes, ahead=ahead, on_count=self.on_row)
+
+    def _deepen(self, short: list[tuple[Pool, Side, int]]) -> bool:
+        """More rows of sides that lack some: from those kept at reading or, where they run out, by reading the source
+        again. False where there are no more."""
+        short = [(pool, side, lacking) for pool, side, lacking in short if lacking > 0 and not side.exhausted]
+        again = [pool for pool, side, lacking in short if side.deepen(lacking) == "read"]
+        if again:
+            self.read(list(dict.fromkeys(again)))
+        return bool(short)
+
+    def _write_texts(self, heldout: list[tuple[str, ...]]) -> Path:
+        """What no row may contain, in a file that each process reads once; its name tells texts from other texts."""
+        texts = {**self.evaluation, **({HELDOUT_TASK: heldout} if heldout else {})}
+        path = self.workspace / f"texts-{digest(texts)}.json"
+        write_json(path, texts)
+        return path
+
+    # ------------------------------------------------------------ choosing
+
+    def hold_out(self) -> None:
+        """Choose the held-out rows of all sources, and make them texts that train rows may not contain."""
+        while True:
+            self._prepare([(pool, pool.heldout) for pool in self.pools.values()], self.evaluation_path)
+            selection = self._selection([pool.heldout for pool in self.pools.values()])
+            self._offer_heldout(selection)
+            lacking = {n: self.num_heldout(p) - len(selection.outcomes[n].heldout) for n, p in self.pools.items()}
+            if not self._deepen([(pool, pool.heldout, lacking[name]) for name, pool in self.pools.items()]):
+                break
+        texts = []
+        if HELDOUT_TASK in self.data.decontaminate:
+            rows = (self.pools[name].row(c) for name, outcome in selection.outcomes.items() for c in outcome.heldout)
+            texts = [tuple(m["content"] for m in row["messages"] if m["role"] == "user") for row in rows]
+        path = self._write_texts(texts)
+        if path != self.texts:
+            self.texts = path
+            for pool in self.pools.values():
+                pool.train.forget()
+
+    def take(self, takes: dict[str, int | None]) -> Selection:
+        """Offer held-out rows, then each source's train rows until it has its take and reserve."""
+        self._prepare([(pool, pool.train) for pool in self.pools.values()], self.texts)
+        self.on_step("choosing")
+        selection = self._selection([side for pool in self.pools.values() for side in (pool.heldout, pool.train)])
+        self._offer_heldout(selection)
+        for name, pool in self.pools.items():
+            take = UNBOUNDED if takes[name] is None else takes[name]
+            selection.take(pool.train.candidates, take, self.num_reserve(takes[name]))
+        return selection
+
+    def deepen_train(self, selection: Selection, takes: dict[str, int | None]) -> bool:
+        """Whether sources that came out short of their take or reserve have more rows, which are then made ready."""
+        short = []
+        for name, take in takes.items():
+            if take is not None:
+                outcome = selection.outcomes[name]
+                lacking = take + self.num_reserve(take) - len(outcome.train) - len(outcome.reserve)
+                short.append((self.pools[name], self.pools[name].train, lacking))
+        return self._deepen(short)
+
+    def _offer_heldout(self, selection: Selection) -> None:
+        for pool in self.pools.values():
+            selection.hold_out(pool.heldout.candidates, self.num_heldout(pool))
+
+    def _selection(self, sides: list[Side]) -> Selection:
+        """An empty selection that can compare the near duplicates among these sides."""
+        near = {}
+        for bucket in self.data.near_duplicates.buckets:
+            members = [c for side in sides if side.signatures for c in side.candidates if self._bucket(c) == bucket]
+            for number, candidate in enumerate(members):
+                candidate.near = number
+            parts = [part for side in sides for part in side.signatures if self._bucket(side.candidates[0]) == bucket]
+            if parts:
+                text_of = lambda number, members=members: asked_text(self._row(members[number])["messages"])
+                owners = [candidate.conversation for candidate in members]
+                threshold = self.data.near_duplicates.threshold
+                near[bucket] = NearIndex(np.concatenate(parts), owners, text_of, threshold)
+        return Selection(self.data, near)
+
+    def _bucket(self, candidate: Candidate) -> str:
+        return self.data.sources[candidate.source].bucket
+
+    def _row(self, candidate: Candidate) -> dict:
+        return self.pools[candidate.source].row(candidate)
+
+    # ------------------------------------------------------------ the result
+
+    def finish(self, selection: Selection, limit: int | None) -> Mix:
+        """Train and held-out rows in one seeded shuffle, reserve rows by source in hash order; of a limited mix so many
+        that their share stays."""
+        outcomes = selection.outcomes
+        seed = self.data.seed
+        final = lambda rows: sorted(rows, key=lambda c: (stable_hash(seed, "final", c.source, c.id), c.id))[:limit]
+        train = final(c for outcome in outcomes.values() for c in outcome.train)
+        heldout = final(c for outcome in outcomes.values() for c in outcome.heldout)
+        used = Counter(candidate.source for candidate in train)
+        reserve = [c for name, out in outcomes.items() for c in out.reserve[: self.num_reserve(used[name])]]
+        return Mix(
+            {name: pool.report(outcomes[name]) for name, pool in self.pools.items()},
+            {"train": train, "heldout": heldout, "reserve": reserve},
+            {name: pool.rows_path for name, pool in self.pools.items()},
+        )

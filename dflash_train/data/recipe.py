@@ -12,7 +12,8 @@ from dflash_train.util.errors import UserError
 from dflash_train.util.provenance import digest
 
 # Part of the recipe hash: raise it when cleaning, forms, filters or order change what a recipe yields.
-RULES_VERSION = 1
+RULES_VERSION = 2
+NO_PART_OF_A_MIX = ("answers", "num_processes")  # of DataConfig: regenerate's, and how fast it is made
 
 
 def read_source(name: str, config: SourceConfig, data: DataConfig):
@@ -27,7 +28,8 @@ def recipe_hash(data: DataConfig, limit: int | None, facts: dict) -> str:
     """Equal for two runs exactly when they make the same mix. `facts` are inputs outside the recipe (evaluation
     texts)."""
     recipe = asdict(data)
-    del recipe["answers"]  # belongs to regenerate
+    for key in NO_PART_OF_A_MIX:
+        del recipe[key]
     inputs = {name: _input_fact(name, source) for name, source in data.sources.items()}
     return digest(
         {
