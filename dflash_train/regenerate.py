@@ -22,6 +22,7 @@ from dflash_train.data.identity import check_identity, make_identity, open_parts
 from dflash_train.data.journal import Journal, claim
 from dflash_train.data.mix_rows import FILES, MixRows
 from dflash_train.data.probes import Probe, check_probes
+from dflash_train.data.recipe import NO_PART_OF_A_MIX
 from dflash_train.data.served import Served
 from dflash_train.data.server import Server
 from dflash_train.decode.batched import Batches
@@ -122,10 +123,10 @@ def preflight(run: Run, weights) -> None:
         plan.check_disk(run.answers_dir, on_disk),
         *([plan.check_device(run), plan.check_memory(in_memory)] if loaded else []),
     ]
-    at_once = answers.client.concurrency if answers.server else answers.batch_size
+    at_once = f"{answers.client.concurrency} on {answers.server}" if answers.server else f"{answers.batch_size}"
     todo = [f"regenerate: {run.target.name} answers {f'{rows:,} prompts' if rows else 'the mix'}, up to "
-            f"{answers.max_new_tokens} tokens each, {at_once} at a time"
-            f"{f' on {answers.server}' if answers.server else ''}, into {run.answers_dir} (at most {human_bytes(text_bytes)})"]  # fmt: skip
+            f"{answers.max_new_tokens} tokens each, {at_once} at a time, into {run.answers_dir} "
+            f"(at most {human_bytes(text_bytes)})"]  # fmt: skip
     if loaded and (slow := bfloat16_problem(run)):
         todo.append(slow)
     if problem:
@@ -152,7 +153,7 @@ def mix_problem(run: Run) -> str | None:
     manifest = run.mix_dir / "manifest.json"
     if not all(path.exists() for path in [manifest, *mix_paths(run)[:2]]):
         return f"no prompts in {run.mix_dir}"
-    recipe = lambda data: {key: value for key, value in data.items() if key not in ("answers", "name")}
+    recipe = lambda data: {key: value for key, value in data.items() if key not in ("name", *NO_PART_OF_A_MIX)}
     mixed = read_json(manifest)["config"]["data"]
     same = canonical_json(recipe(mixed)) == canonical_json(redact(recipe(dataclasses.asdict(run.data))))
     return None if same else f"the recipe of {run.mix_dir} has changed"

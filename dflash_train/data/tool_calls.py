@@ -30,7 +30,7 @@ def parse(body: str) -> dict | None:
 
 
 def tool_call_problem(text: str, tools: list[dict] | None) -> str | None:
-    """What is wrong with the calls: "unknown_tool" (not among the tools) | "broken_tool_call" (cannot be read) | None."""
+    """What is wrong with the calls: "unknown_tool" (not among the tools) | "broken_tool_call" (unreadable) | None."""
     known = {tool["function"]["name"] for tool in tools or ()}
     for call in tool_calls(text):
         if call is None:
