@@ -77,9 +77,15 @@ def answer(folder: Path, answers: Path) -> dict:
         kept.append({**row, "messages": [*row["messages"], turn], "regen": regen})
     answers.mkdir()
     write_jsonl(answers / "samples.jsonl", kept)
-    identity = {"target": "tiny", "template_hash": "abc", "sampling": {"on": {"temperature": 1.0}}}
-    return {"identity": identity, "answer_tokens": sum(row["regen"]["n_tokens"] for row in kept),
-            "dropped": {"empty": 4, "repetition": 3}}  # fmt: skip
+    return {
+        "identity": {"target": "tiny", "template_hash": "abc", "sampling": {"on": {"temperature": 1.0}}},
+        "provenance": {"code_version": "0.1"},
+        "answer_tokens": sum(row["regen"]["n_tokens"] for row in kept),
+        "dropped": {"empty": 4, "repetition": 3},
+        "dropped_by_source": {"mine": {"empty": 4, "repetition": 1}, "code": {"repetition": 2}},
+        "refill": {"mine": {"lost": 5, "refilled": 3, "not_refilled": 2}},
+        "servers": {"f00": {"url": "http://127.0.0.1:8000/v1", "version": "0.9"}},
+    }
 
 
 def counted(folder: Path, manifest: dict, names: list[str] | None = None) -> RowCounts:
@@ -116,15 +122,15 @@ def test_the_facts_of_a_small_mix_are_exact(tmp_path):
     found = tables(build_card(manifest, None, counted(folder, manifest)))
     funnel = {row[0]: row[1:] for row in found["From source to mix"]}
     of = lambda rows, name: sum(row["source"] == name for row in rows)
-    # asked for, read, not chosen, dropped, kept, taken, held out
-    assert funnel["mine"] == ["all", 42, 0, 2, 40, of(train, "mine"), of(heldout, "mine")]
-    assert funnel["code"] == ["all", 25, 0, 5, 20, of(train, "code"), of(heldout, "code")]
-    assert funnel["all sources"] == [None, 67, 0, 7, 60, len(train), len(heldout)]
+    # asked for, read, dropped, kept, taken, held out
+    assert funnel["mine"] == ["all", 42, 2, 40, of(train, "mine"), of(heldout, "mine")]
+    assert funnel["code"] == ["all", 25, 5, 20, of(train, "code"), of(heldout, "code")]
+    assert funnel["all sources"] == [None, 67, 7, 60, len(train), len(heldout)]
     assert found["Rows dropped"] == [
         ["contaminated", 2, 2, None], ["duplicate", 4, 3, 1], ["empty_user", 1, None, 1]
     ]  # fmt: skip
     assert found["Duplicates"] == [["code", 3, 3], ["mine", 1, 1]]
-    assert found["Contamination"] == [[f"file:{tmp_path / 'test.jsonl'}", 2]]
+    assert found["Contamination"] == [[f"file:{tmp_path / 'test.jsonl'}", 2, 2]]
     assert found["Who wrote the prompts"] == [["code", "GPT-4"]]
     by_licence = {row[0]: row[1] for row in found["By licence"]}
     assert by_licence == {"MIT": of(train, "mine"), "BSD-3-Clause": of(train, "code")}, "the row's licence counts"
@@ -158,7 +164,10 @@ def test_the_facts_of_answers_are_exact_and_follow_those_of_the_mix(tmp_path):
             values = [regen[key] for regen in of_mode]
             assert counts == [sum(a <= v < b for v in values) for a, b in zip(edges, edges[1:])]  # noqa: RUF007
             assert sum(counts) == len(of_mode)
-    assert found["Rows that have no answer here"] == [["empty", 4], ["repetition", 3]]
+    lost = found["Rows that got no answer, or one that is not kept"]
+    assert lost == [["empty", 4, None, 4], ["repetition", 3, 2, 1]]
+    assert found["Training rows lost, and reserve rows in their place"] == [["mine", 5, 3, 2]]
+    assert ["server f00.version", "0.9"] in found["The answers"]
     assert ["template_hash", "abc"] in found["The answers"]
     assert ["sampling.on.temperature", "1.0"] in found["The answers"]
     shown = [message for s in card.sections for p in s.parts if isinstance(p, Example) for message in p.messages]

@@ -42,35 +42,57 @@ def build_card(mix: dict, answers: dict | None, counts: RowCounts) -> Card:
 
 def funnel(mix: dict, answers: dict | None, counts: RowCounts) -> Section:
     """read -> kept -> taken, and -> answered where there are answers."""
-    totals: Counter = Counter()
-    rows = []
-    kept_answers = counts.by("source")
-    for name, entry in mix["sources"].items():
-        steps = {
-            "read": entry["read"],
-            "not chosen": sum(entry["skipped"].values()),
-            "dropped": sum(entry["dropped"].values()) + sum(entry["filtered"].values()),
-            "kept": entry["kept"],
-            "taken": entry["written"]["train"],
-            "held out": entry["written"]["heldout"],
-        }
-        if answers:
-            steps["answered and kept"] = kept_answers[name]
-        totals.update(steps)
-        rows.append([name, "all" if entry["wanted"] is None else entry["wanted"], *steps.values()])
-    columns = ["source", "asked for", *totals]
-    rows.append(["all sources", None, *totals.values()])
-    notes = [
-        "Not chosen: left out by the source's own rule. Dropped: cannot be used, or filtered. Kept rows that were not "
-        "asked for stay unused."
+    answered_rows = counts.by("source")
+    by_source = {name: _steps(entry) for name, entry in mix["sources"].items()}
+    if answers:
+        by_source = {name: {**steps, "answered": answered_rows[name]} for name, steps in by_source.items()}
+    total: Counter = sum((Counter(steps) for steps in by_source.values()), Counter())
+    steps = [step for step in next(iter(by_source.values())) if total[step] or step not in OPTIONAL_STEPS]
+    wanted = {name: "all" if entry["wanted"] is None else entry["wanted"] for name, entry in mix["sources"].items()}
+    rows = [[name, wanted[name], *[found[step] for step in steps]] for name, found in by_source.items()]
+    rows.append(["all sources", None, *[total[step] for step in steps]])
+    left = [
+        ("read", total["read"]),
+        ("looked at", total["read"] - total["not chosen"] - total["not needed"]),
+        ("kept", total["kept"]),
+        ("taken and held out", total["taken"] + total["held out"]),
     ]
+    if answers:
+        left.append(("answered", total["answered"]))
+    return Section("From source to mix", _funnel_notes(mix, steps), [
+        Bars("Rows left after each step", left), Table("", ["source", "asked for", *steps], rows)
+    ])  # fmt: skip
+
+
+OPTIONAL_STEPS = ("not chosen", "not needed", "reserve")
+
+
+def _steps(entry: dict) -> dict[str, int]:
+    """A source's rows, step by step."""
+    return {
+        "read": entry["read"],
+        "not chosen": sum(entry["skipped"].values()),
+        "not needed": entry["not_needed"],
+        "dropped": sum(entry["dropped"].values()) + sum(entry["filtered"].values()),
+        "kept": entry["kept"],
+        "taken": entry["written"]["train"],
+        "reserve": entry["written"].get("reserve", 0),
+        "held out": entry["written"]["heldout"],
+    }
+
+
+def _funnel_notes(mix: dict, steps: list[str]) -> list[str]:
+    says = {
+        "not chosen": "Not chosen: left out by the source's own rule.",
+        "not needed": "Not needed: too far back in hash order to be looked at.",
+        "dropped": "Dropped: cannot be used, or filtered.",
+        "reserve": "Reserve: takes the place of rows that get no answer.",
+        "answered": "Answered: training and held-out rows whose answer is kept.",
+    }
+    notes = [" ".join(sentence for step, sentence in says.items() if step in steps)]
     if mix["limit"]:
         notes.append(f"limit={mix['limit']}: only the head of the final order is written.")
-    bars = [("read", totals["read"]), ("chosen", totals["read"] - totals["not chosen"]), ("kept", totals["kept"])]
-    bars.append(("taken and held out", totals["taken"] + totals["held out"]))
-    if answers:
-        bars.append(("answered and kept", totals["answered and kept"]))
-    return Section("From source to mix", notes, [Bars("Rows left after each step", bars), Table("", columns, rows)])
+    return notes
 
 
 def drops(mix: dict) -> Section:
@@ -87,10 +109,8 @@ def drops(mix: dict) -> Section:
 
 def _matrix(title: str, corner: str, keys, by_source: dict[str, dict[str, int]]) -> Table:
     """Keys down, the sources that have any across, and their sum."""
-    names = [name for name, counts in by_source.items() if sum(counts.values())]
+    names = [name for name, counts in sorted(by_source.items()) if sum(counts.values())]
     cells = [[key, *[by_source[name].get(key, 0) or None for name in names]] for key in sorted(keys)]
-    if len(names) == 1:
-        return Table(title, [corner, *names], cells)
     return Table(title, [corner, "all", *names], [[row[0], sum(filter(None, row[1:])), *row[1:]] for row in cells])
 
 
@@ -102,10 +122,16 @@ def duplicates(mix: dict) -> Section:
     keepers = [name for name in mix["sources"] if any(name in kept for kept in pairs.values())]
     rows = [[name, sum(kept.values()), *[kept.get(k) for k in keepers]] for name, kept in pairs.items()]
     notes = [
-        "One row a source whose rows were dropped; the columns say whose equal row was kept. Of equal rows the one of "
-        "the earliest source in the recipe stays, and of one source the first in hash order."
+        "One line a source whose rows were dropped; the columns say whose equal row was kept. Of equal rows a held-out "
+        "one stays, else that of the earliest source in the recipe, and of one source the first in hash order."
     ]
+    if near := mix["dropped"].get("near_duplicate"):
+        notes.append(f"{near:,} more rows are nearly another's text (Jaccard at least {_threshold(mix)}).")
     return Section("Duplicates", notes, [Table("", ["dropped from", "all", *[f"kept in {k}" for k in keepers]], rows)])
+
+
+def _threshold(mix: dict) -> float:
+    return mix["config"]["data"]["near_duplicates"]["threshold"]
 
 
 def contamination(mix: dict) -> Section:
@@ -113,9 +139,8 @@ def contamination(mix: dict) -> Section:
     if not mix["contamination"]:
         return Section("Contamination", ["The recipe names no evaluation set to check against (data.decontaminate)."])
     by_source = {name: entry["contaminated"] for name, entry in mix["sources"].items()}
-    table = _matrix("", "evaluation set", mix["contamination"], by_source)
-    if len(table.columns) < 3:
-        table = Table("", ["evaluation set", "rows"], [[task, count] for task, count in mix["contamination"].items()])
+    tasks = {**mix["contamination"], **dict.fromkeys(chain(*by_source.values()))}
+    table = _matrix("", "evaluation set", tasks, by_source)
     return Section("Contamination", ["Prompts that held an item of an evaluation set. None of them is in it."], [table])
 
 
@@ -187,9 +212,13 @@ def answered(answers: dict, counts: RowCounts) -> Section:
     parts = histograms({f"Answers, thinking {mode}": counts.answer_tokens[mode] for mode in modes}, "tokens")
     parts += histograms({f"Prompts, thinking {mode}": counts.prompt_tokens[mode] for mode in modes}, "tokens")
     parts.append(Table("How the kept answers ended", ["", "answers", *reasons, "cut by the limit"], rows))
-    if answers["dropped"]:
-        rows = [[reason, count] for reason, count in sorted(answers["dropped"].items())]
-        parts.append(Table("Rows that have no answer here", ["reason", "rows"], rows))
+    parts.append(_matrix("Rows that got no answer, or one that is not kept", "reason", answers["dropped"],
+                         answers["dropped_by_source"]))  # fmt: skip
+    rows = [[name, *(count[key] for key in ("lost", "refilled", "not_refilled"))]
+            for name, count in answers["refill"].items()]  # fmt: skip
+    parts.append(Table("Training rows lost, and reserve rows in their place", ["source", "lost", "refilled", "short"],
+                       rows))  # fmt: skip
+    parts = [part for part in parts if not isinstance(part, Table) or part.rows]
     return Section("The answers", ["Answers cut by the limit are kept: they are what the target says so far."], parts)
 
 
@@ -225,7 +254,9 @@ def provenance(mix: dict, answers: dict | None) -> Section:
     ]
     tables = [Table("The mix", ["", ""], made)]
     if answers:
-        tables.append(Table("The answers", ["", ""], [[key, str(value)] for key, value in flat(answers["identity"])]))
+        served = {f"server {name}": facts for name, facts in answers["servers"].items()}
+        facts = flat({"code": answers["provenance"]["code_version"], **answers["identity"], **served})
+        tables.append(Table("The answers", ["", ""], [[key, str(value)] for key, value in facts]))
     columns = ["source", "kind", "from", "revision", "licence of the set", "bucket"]
     return Section("Provenance", [], [*tables, Table("Sources", columns, rows)])
 

@@ -19,8 +19,8 @@ class Table:
     @property
     def numeric(self) -> list[bool]:
         """Which columns hold numbers, and so stand to the right."""
-        is_number = lambda cell: isinstance(cell, int) or (cell or "0 %").endswith(" %")
-        return [i > 0 and all(is_number(row[i]) for row in self.rows) for i in range(len(self.columns))]
+        is_number = lambda cell: isinstance(cell, int) or (cell or "").endswith(" %")
+        return [i > 0 and any(is_number(row[i]) for row in self.rows) for i in range(len(self.columns))]
 
 
 @dataclass(frozen=True)
