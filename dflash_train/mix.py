@@ -17,20 +17,21 @@ from pathlib import Path
 import psutil
 
 from dflash_train import cli
-from dflash_train.bench.prompts import TASKS, contamination_texts
+from dflash_train.bench.contamination import contamination_texts, evaluation_facts, evaluation_need, used_commits
 from dflash_train.config import DataConfig, Run
+from dflash_train.data.card import write_card
 from dflash_train.data.hub import pin, recorded_revisions
 from dflash_train.data.hub_files import download
 from dflash_train.data.mixture import Mix, build_mix
 from dflash_train.data.pool import SourceReport
-from dflash_train.data.reachable import COLUMNS, download_need, source_need, source_rows, wheel_need
+from dflash_train.data.reachable import COLUMNS, download_need, source_need, source_rows
 from dflash_train.data.recipe import recipe_hash
 from dflash_train.plan import check_disk, preflight
 from dflash_train.util.checks import Check
 from dflash_train.util.errors import UserError
 from dflash_train.util.io import human_bytes, read_json, sha256_file, write_json, write_jsonl
 from dflash_train.util.log import Progress, say, table
-from dflash_train.util.provenance import digest, provenance
+from dflash_train.util.provenance import provenance
 
 BYTES_PER_ROW = 20_000  # spooled and final text of one row, generously; for the disk check alone
 FILES = {"train": "prompts.jsonl", "heldout": "heldout.jsonl", "reserve": "reserve.jsonl"}
@@ -57,7 +58,7 @@ def ensure_mix(run: Run) -> Path:
     if missing:
         raise UserError(missing[0].name, got=missing[0].detail, fix=missing[0].fix)
     evaluation, data = contamination_texts(run.data.decontaminate), pin(run.data)
-    identity = recipe_hash(data, run.limit, {"evaluation": digest(evaluation)})
+    identity = recipe_hash(data, run.limit, evaluation_facts(run.data.decontaminate))
     say(f"mix: making {run.mix_dir} ({why_stale(run.mix_dir, identity)})")
     download({name: source for name, source in data.sources.items() if source.kind == "hub"})
     run.mix_dir.mkdir(parents=True, exist_ok=True)
@@ -79,6 +80,7 @@ def ensure_mix(run: Run) -> Path:
         shutil.rmtree(workspace, ignore_errors=True)
     written = {split: counts for split, counts in written.items() if counts is not None}
     manifest = describe(run, data, mix, written, identity)
+    write_card(run.mix_dir, (FILES["train"], FILES["heldout"]), manifest)
     write_json(run.mix_dir / "manifest.json", manifest)
     _print_report(run, mix, manifest)
     return run.mix_dir
@@ -90,8 +92,7 @@ def made_before(run: Run) -> Path | None:
     if not (run.mix_dir / "manifest.json").exists():
         return None
     made_of = pin(run.data, recorded_revisions(run.mix_dir, run.data))
-    evaluation = digest(contamination_texts(run.data.decontaminate))
-    identity = recipe_hash(made_of, run.limit, {"evaluation": evaluation})
+    identity = recipe_hash(made_of, run.limit, evaluation_facts(run.data.decontaminate))
     return run.mix_dir if why_stale(run.mix_dir, identity) is None else None
 
 
@@ -107,26 +108,18 @@ def _sweep(folder: Path) -> None:
 
 def needs(run: Run) -> list[Check]:
     """Every source and evaluation set, found or not, without downloading anything."""
-    out = [source_need(name, source) for name, source in run.data.sources.items()]
-    for task in run.data.decontaminate:
-        label = f"evaluation set {task}"
-        if task in TASKS:
-            out.append(wheel_need(label, TASKS[task].package, TASKS[task].version))
-        elif task.startswith("file:"):
-            path = Path(task.removeprefix("file:")).expanduser()
-            out.append(Check(label, path.is_file(), f"{path}" if path.is_file() else f"{path} does not exist"))
-        else:
-            out.append(Check(label, False, "unknown", f"one of {', '.join(TASKS)}, file:<path.jsonl>"))
-    return out
+    sources = [source_need(name, source) for name, source in run.data.sources.items()]
+    return sources + [evaluation_need(task) for task in run.data.decontaminate]
 
 
 def checks(run: Run) -> list[Check]:
     """`needs` and the disk, as rows of the preflight table."""
     takes = [source.take or 0 for source in run.data.sources.values()]
+    num_bytes = max(50_000_000, sum(takes) * BYTES_PER_ROW)
     return [
         *needs(run),
-        *download_need(run.data),
-        check_disk(run.mix_dir, max(50_000_000, sum(takes) * BYTES_PER_ROW), "work_dir=<a folder on a larger disk>"),
+        *download_need(run.data, run.mix_dir, num_bytes),
+        check_disk(run.mix_dir, num_bytes, "work_dir=<a folder on a larger disk>"),
     ]
 
 
@@ -138,7 +131,7 @@ def todo(run: Run) -> list[str]:
         + ", ".join(f"{count} of {n}" for n, count in wanted.items()),
         f"     hold out {run.data.heldout_fraction:.1%} a source, decontaminate against "
         + (", ".join(run.data.decontaminate) or "nothing"),
-        f"     -> {run.mix_dir}/ (prompts.jsonl, heldout.jsonl, manifest.json)"
+        f"     -> {run.mix_dir}/ (prompts.jsonl, heldout.jsonl, manifest.json, card.html)"
         + (f", limit {run.limit}" if run.limit else ""),
     ]
 
@@ -210,6 +203,7 @@ def describe(run: Run, data: DataConfig, mix: Mix, written: dict[str, dict], ide
         "dropped": dict(sorted(total.items())),
         "duplicates": {name: dict(report.duplicates) for name, report in mix.reports.items() if report.duplicates},
         "contamination": {task: contaminated[task] for task in run.data.decontaminate},
+        "evaluation_commits": used_commits(run.data.decontaminate),
         "thinking": {split: counts["thinking"] for split, counts in written.items()},
         "files": {FILES[split]: counts["file"] for split, counts in written.items()},
         # So that no stage can train on them, whatever file they come to it in.

@@ -113,6 +113,8 @@ def test_files_and_manifest_agree(tmp_path):
     train, heldout = (list(read_jsonl(folder / name)) for name in ("prompts.jsonl", "heldout.jsonl"))
     manifest = read_json(folder / "manifest.json")
     assert folder == run.mix_dir and sorted(p.name for p in folder.iterdir()) == [
+        "card.html",
+        "card.md",
         "heldout.jsonl",
         "manifest.json",
         "prompts.jsonl",

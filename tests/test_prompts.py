@@ -6,7 +6,8 @@ import json
 import pytest
 from helpers_data import fake_wheel, write_rows
 
-from dflash_train.bench.prompts import TASKS, contamination_texts, load_task
+from dflash_train.bench.contamination import contamination_texts
+from dflash_train.bench.prompts import TASKS, load_task
 from dflash_train.util.errors import UserError
 
 

@@ -111,28 +111,13 @@ def load_task(
             )
         prompts = list(_heldout_prompts(Path(heldout_path)))
     elif name.startswith("file:"):
-        prompts = list(_file_prompts(name, Path(name.removeprefix("file:")).expanduser()))
+        prompts = list(file_prompts(name))
     else:
         raise UserError("task", got=name, want=" | ".join(EXISTING))
     if not prompts:
         raise UserError(f"task {name}", got="no prompts in it", want="at least one")
     prompts.sort(key=lambda prompt: (stable_hash(seed, name, prompt.id), prompt.id))
     return prompts[:num_prompts]
-
-
-def contamination_texts(tasks: list[str]) -> dict[str, list[tuple[str, ...]]]:
-    """{task: [item]}, an item being the texts of one example that training rows must not contain: HumanEval prompt and
-    canonical solution, GSM8K question, both MT-Bench turns, every turn of a file. Raises UserError for an unknown
-    task."""
-    out = {}
-    for name in tasks:
-        if name in TASKS:
-            out[name] = [TASKS[name].texts(row) for row in TASKS[name].rows()]
-        elif name.startswith("file:"):
-            out[name] = [tuple(p.turns) for p in _file_prompts(name, Path(name.removeprefix("file:")).expanduser())]
-        else:
-            raise UserError("data.decontaminate", got=name, want=" | ".join((*TASKS, "file:<path.jsonl>")))
-    return out
 
 
 def _heldout_prompts(path: Path) -> Iterator[EvalPrompt]:
@@ -150,7 +135,9 @@ def _heldout_prompts(path: Path) -> Iterator[EvalPrompt]:
         say(f"heldout: {skipped} row(s) of {path} end at a tool result and are not asked")
 
 
-def _file_prompts(name: str, path: Path) -> Iterator[EvalPrompt]:
+def file_prompts(name: str) -> Iterator[EvalPrompt]:
+    """The prompts of file:<path>. Raises UserError naming the line that has none."""
+    path = Path(name.removeprefix("file:")).expanduser()
     if not path.is_file():
         raise UserError(f"task {name}", got="no such file", want='JSON lines with {"turns": [str, ...]}')
     for number, row in enumerate(read_jsonl(path), 1):

@@ -1,0 +1,106 @@
+"""Texts of evaluation sets that no training row may contain, by the names that data.decontaminate takes.
+
+humaneval, gsm8k, mtbench          bare questions, solutions and turns of the tasks of prompts.py
+bfcl                               every user turn of the function-calling leaderboard's questions     bfcl-eval
+file:<path.jsonl>                  every turn of JSON lines with {"turns": [str, ...]}
+hub:<owner/name>[@commit]:<subset/split or split>:<column>     one text column of a data set on the hub
+heldout                            the mix's own held-out rows (the mixer has them)
+"""
+
+import json
+import re
+from pathlib import Path
+
+from dflash_train.bench.prompts import TASKS, file_prompts
+from dflash_train.config import SourceConfig
+from dflash_train.data.candidates import HELDOUT_TASK
+from dflash_train.data.hub import hub
+from dflash_train.data.hub_files import hub_rows
+from dflash_train.data.reachable import source_need, wheel_need
+from dflash_train.util.checks import Check
+from dflash_train.util.errors import UserError
+from dflash_train.util.packages import fetch_wheel
+from dflash_train.util.provenance import digest
+
+BFCL = ("bfcl-eval", "2026.3.23")
+MIN_TURN_WORDS = 5
+_HUB = re.compile(r"hub:([\w.-]+/[\w.-]+)(?:@([0-9a-f]{40}))?:(?:([\w.-]+)/)?([\w.-]+):(\w+)")
+NAMES = (*TASKS, "bfcl", "file:<path.jsonl>", "hub:<owner/name>:<subset/split>:<column>", HELDOUT_TASK)
+
+
+def contamination_texts(tasks: list[str]) -> dict[str, list[tuple[str, ...]]]:
+    """{task: [item]}, an item being the texts of one example that training rows must not contain. Raises UserError for
+    an unknown task and for one that cannot be read."""
+    return {name: _texts(name) for name in tasks if name != HELDOUT_TASK}
+
+
+def _texts(name: str) -> list[tuple[str, ...]]:
+    if name in TASKS:
+        return [TASKS[name].texts(row) for row in TASKS[name].rows()]
+    if name == "bfcl":
+        return _bfcl_texts()
+    if name.startswith("file:"):
+        return [tuple(prompt.turns) for prompt in file_prompts(name)]
+    source, column = hub_set(name)
+    rows = [row for _, _, row in hub_rows(name, source) if isinstance(row, dict)]
+    items = [(row[column],) for row in rows if isinstance(row.get(column), str)]
+    if not items:
+        columns = ", ".join(sorted({str(key) for row in rows for key in row}))
+        raise UserError(f"data.decontaminate: {name}", got=f"no text in column '{column}'", want=f"one of {columns}")
+    return items
+
+
+def _bfcl_texts() -> list[tuple[str, ...]]:
+    folder = fetch_wheel(*BFCL) / "bfcl_eval" / "data"
+    items = []
+    for path in sorted(folder.glob("BFCL_v4_*.json")):
+        lines = path.read_text("utf-8").splitlines()
+        rows = [json.loads(line) for line in lines if line.startswith('{"id"')]  # one file is a single object
+        turns = ([message for turn in row["question"] for message in turn] for row in rows)
+        items += [
+            tuple(text for m in messages if m["role"] == "user" and _says(text := m["content"])) for messages in turns
+        ]
+    return items
+
+
+def _says(text: str) -> bool:
+    """Turns such as "bye" or "can you help" are no item: nothing is learnt for it from a row that has them."""
+    return len(text.split()) >= MIN_TURN_WORDS
+
+
+def hub_set(name: str) -> tuple[SourceConfig, str]:
+    """(the data set as a source, its text column) of a hub: name. Raises UserError for any other name."""
+    match = _HUB.fullmatch(name)
+    if not match:
+        raise UserError("data.decontaminate", got=name, want=" | ".join(NAMES))
+    path, revision, subset, split, column = match.groups()
+    return SourceConfig(kind="hub", path=path, revision=revision, subset=subset, split=split, form="auto"), column
+
+
+def evaluation_need(name: str) -> Check:
+    """Whether the set can be had, found out without downloading it."""
+    label = f"evaluation set {name}"
+    if name == HELDOUT_TASK:
+        return Check(label, True, "the mix's own held-out rows")
+    if name in TASKS or name == "bfcl":
+        return wheel_need(label, *((TASKS[name].package, TASKS[name].version) if name in TASKS else BFCL))
+    if name.startswith("file:"):
+        path = Path(name.removeprefix("file:")).expanduser()
+        return Check(label, path.is_file(), f"{path}" if path.is_file() else f"{path} does not exist")
+    if not _HUB.fullmatch(name):
+        return Check(label, False, "unknown", f"one of {', '.join(NAMES)}")
+    found = source_need(name, hub_set(name)[0])
+    return Check(label, found.ok, found.detail, found.fix or f"'data.decontaminate=[...]' without {name}")
+
+
+def evaluation_facts(tasks: list[str]) -> dict[str, str]:
+    """What a mix depends on: a digest of each set's texts, but of hub sets their names alone, so that whether a mix is
+    up to date can be told without the network."""
+    local = [name for name in tasks if not name.startswith("hub:")]
+    return {**dict.fromkeys(tasks, "named"), **{n: digest(texts) for n, texts in contamination_texts(local).items()}}
+
+
+def used_commits(tasks: list[str]) -> dict[str, str]:
+    """The commits that the hub sets among these were read at, for the manifest."""
+    sources = {name: hub_set(name)[0] for name in tasks if name.startswith("hub:")}
+    return {name: hub().sha(name, source) for name, source in sources.items()}
