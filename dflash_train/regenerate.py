@@ -1,7 +1,7 @@
 """The target answers the mix: here, in batches, or on any OpenAI-compatible server (data.answers.server=<url>).
 
 reads    <mix_dir>/prompts.jsonl, heldout.jsonl, reserve.jsonl     (runs `mix` when they are absent)
-writes   <answers_dir>/samples.jsonl, heldout.jsonl, manifest.json
+writes   <answers_dir>/samples.jsonl, heldout.jsonl, manifest.json, card.md, card.html
 while it runs: <answers_dir>/parts/*.jsonl, every answer that came; what is there is never asked again
 
     eight fixed questions -> every row -> reserve rows in place of lost ones, until none is lost -> merge
@@ -17,6 +17,7 @@ from dflash_train import cli, mix, plan
 from dflash_train.config import RegenerateRun, Run
 from dflash_train.data import answers as rules
 from dflash_train.data.answering import Work
+from dflash_train.data.card import write_card
 from dflash_train.data.chat import Renderer
 from dflash_train.data.identity import check_identity, make_identity, open_parts
 from dflash_train.data.journal import Journal, claim
@@ -225,6 +226,7 @@ def merge(run: Run, work: Work, identity: dict, stand_ins: list[int], seconds: f
     manifest = {"identity": identity, "prompts": len(work.asked_rows), **counts.to_json(), "refill": refilled,
                 "servers": servers, **(read_json(probes) if probes.exists() else {}),
                 "seconds_last_run": round(seconds, 1), "provenance": record}  # fmt: skip
+    write_card(run.answers_dir, ("samples.jsonl", "heldout.jsonl"), read_json(run.mix_dir / "manifest.json"), manifest)
     write_json(run.answers_dir / "manifest.json", manifest)
     table(f"answers in {run.answers_dir}", ["", "count"], report_rows(num_train, num_heldout, counts, refilled))
     for name, count in refilled.items():

@@ -2,6 +2,7 @@
 index."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -61,3 +62,22 @@ def fake_wheel(cache: Path, name: str, version: str, files: dict[str, str]) -> N
         path = cache / "wheels" / f"{name}-{version}" / relative
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, "utf-8")
+
+
+def mix_manifest(data: DataConfig) -> dict:
+    """A manifest of a mix of these sources, as far as later stages and the card read it, that counted nothing."""
+    zero = dict.fromkeys(("read", "not_needed", "kept"), 0)
+    none = {key: {} for key in ("skipped", "dropped", "filtered", "repaired", "contaminated")}
+    written = {"train": 0, "heldout": 0}
+    facts = lambda source: {"kind": source.kind, "license": source.license, "bucket": source.bucket,
+                            "revision": None, "wanted": source.take, **zero, **none, "written": written}  # fmt: skip
+    return {
+        "recipe": data.name,
+        "recipe_hash": "0",
+        "seed": data.seed,
+        "code_version": "0",
+        "limit": None,
+        "config": {"data": asdict(data)},
+        "sources": {name: facts(source) for name, source in data.sources.items()},
+        **{key: {} for key in ("dropped", "duplicates", "contamination", "files")},
+    }

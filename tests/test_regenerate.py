@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+from helpers_data import mix_manifest
 from helpers_target import one_thread  # noqa: F401
 
 from dflash_train import regenerate
@@ -46,7 +47,7 @@ def make_run(tmp_path, num_train: int = 13, **changes) -> RegenerateRun:
 def write_mix(run, train, heldout):
     write_jsonl(run.mix_dir / "prompts.jsonl", (s.to_json() for s in train))
     write_jsonl(run.mix_dir / "heldout.jsonl", (s.to_json() for s in heldout))
-    write_json(run.mix_dir / "manifest.json", {"config": {"data": dataclasses.asdict(run.data)}})
+    write_json(run.mix_dir / "manifest.json", mix_manifest(run.data))
 
 
 def outputs(run) -> list[bytes]:
@@ -87,6 +88,7 @@ def test_every_prompt_is_answered_once_in_the_mixes_order_with_its_exact_ids(tmp
     assert manifest["provenance"]["target_fingerprint"] == rows[0].regen["fingerprint"]
     assert manifest["provenance"]["template_hash"] == renderer.template_hash
     assert not (folder / "parts").exists()
+    assert f"{manifest['answer_tokens']:,} answer tokens" in (folder / "card.md").read_text("utf-8")
 
 
 def test_greedy_samples_are_the_argmax_and_a_stable_share(tmp_path):

@@ -16,6 +16,7 @@ from dflash_train.data.card_html import page
 from dflash_train.data.card_markdown import markdown
 from dflash_train.data.card_rows import RowCounts
 from dflash_train.util.io import read_jsonl, write_bytes
+from dflash_train.util.log import say
 from dflash_train.util.provenance import canonical_json
 
 
@@ -32,3 +33,4 @@ def write_card(folder: Path, files: Iterable[str], mix: dict, answers: dict | No
     card = build_card(mix, answers, counts)
     write_bytes(folder / "card.md", markdown(card).encode("utf-8"))
     write_bytes(folder / "card.html", page(card).encode("utf-8"))
+    say(f"data card: {folder}/card.html (and card.md)")
