@@ -152,20 +152,24 @@ def test_only_files_of_the_split_are_fetched_in_their_order(server):
 def test_what_is_still_to_download_counts_what_is_here(server, tmp_path):
     server.add(NAME, files(), CARD)
     data = recipe({"mine": {"kind": "hub", "path": NAME, "subset": "main", "split": "code"}})
-    (need,) = reachable.download_need(data)
+    (need,) = reachable.download_need(data, tmp_path / "runs", 2000)
+    assert "and 2.0 KB of the mix on the same disk" in need.detail
     assert need.ok and "to download (kept there)" in need.detail and str(tmp_path / "cache" / "hub") in need.detail
     rows_of(source())
     client.cache_clear()
-    assert reachable.download_need(data) == []
+    assert reachable.download_need(data, tmp_path, 2000) == []
     assert columns(source())["to download"].startswith("0 B of ")
 
 
-def test_a_disk_too_small_for_the_downloads_is_a_missing_need(server, monkeypatch):
+def test_a_disk_too_small_for_downloads_and_mix_together_is_a_missing_need(server, tmp_path, monkeypatch):
     server.add(NAME, files(), CARD)
-    monkeypatch.setattr(reachable, "free_bytes", lambda path: 1000)
+    monkeypatch.setattr(reachable, "free_bytes", lambda path: 100_000)
     data = recipe({"mine": {"kind": "hub", "path": NAME, "subset": "main", "split": "code"}})
-    (need,) = reachable.download_need(data)
+    assert reachable.download_need(data, tmp_path, 1000)[0].ok
+    (need,) = reachable.download_need(data, tmp_path, 99_000)
     assert not need.ok and "DFLASH_CACHE" in need.fix
+    monkeypatch.setattr(reachable, "same_disk", lambda *paths: False)
+    assert reachable.download_need(data, tmp_path, 99_000)[0].ok
 
 
 # ---------------------------------------------------------------- errors, one message a kind

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -162,11 +163,20 @@ def test_several_files_are_fetched_at_once_and_every_byte_once(server, capsys):
     assert capsys.readouterr().out == "" and server.file_bytes() == sum(map(len, names.values()))
 
 
+def test_processes_that_want_one_file_fetch_it_once(server):
+    added(server)
+    data = config()
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: fetch_all(data), range(4)))
+    assert found[0] == found[3] and server.file_bytes() == sum(map(len, contents(server)))
+
+
 def test_one_failed_file_stops_the_others_and_says_which_source(server):
     server.add(NAME, {f"train-{i}.jsonl": jsonl(rows(900, f"w{i}")) for i in range(12)})
     server.faults = [Fault(r"train-3", status=404, times=99)]
     with pytest.raises(UserError, match=r"data\.sources\.mine"):
         hub_files.download(config().sources)
+    assert server.file_bytes() < 0.7 * sum(map(len, contents(server)))
 
 
 # ---------------------------------------------------------------- killed

@@ -126,7 +126,7 @@ class Hub:
         try:
             builder = self.ask(name, config, lambda: datasets.load_dataset_builder(name=subset, **where))
         except UserError as error:
-            if isinstance(error.__cause__, ValueError):
+            if isinstance(error.__cause__, ValueError) and subset not in subset_names(name, config, sha):
                 raise no_subset(name, config, subset, sha) from None
             raise
         if builder.hash != sha:  # an older copy in the library's own cache, which it takes where the hub says no
@@ -248,11 +248,17 @@ def recorded_revisions(mix_dir: Path, data: DataConfig) -> dict[str, str]:
 # ---------------------------------------------------------------- what is not there
 
 
-def no_subset(name: str, config: SourceConfig, subset: str | None, sha: str) -> UserError:
-    """The set has other subsets ("configs") than the recipe names: list them."""
+def subset_names(name: str, config: SourceConfig, sha: str) -> list[str]:
+    """What the set calls its subsets."""
     import datasets
 
-    names = hub().ask(name, config, lambda: datasets.get_dataset_config_names(config.path, revision=sha))
+    call = lambda: datasets.get_dataset_config_names(f"hf://datasets/{config.path}", revision=sha)
+    return hub().ask(name, config, call)
+
+
+def no_subset(name: str, config: SourceConfig, subset: str | None, sha: str) -> UserError:
+    """The set has other subsets ("configs") than the recipe names: list them."""
+    names = subset_names(name, config, sha)
     got = f"'{subset}', which {config.path} does not have" if subset else f"none, and {config.path} has several"
     key = "options.subsets" if config.options.get("subsets") else "subset"
     return UserError(

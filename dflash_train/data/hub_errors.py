@@ -91,7 +91,7 @@ def explain(name: str, config: SourceConfig, error: Exception) -> UserError:
         return say_so(f"the hub answers {status}, after {ATTEMPTS} tries", "an answer",
                       "run it again later: what is downloaded stays")  # fmt: skip
     if status is None and is_network(error):
-        return say_so(f"no connection to {constants.ENDPOINT} ({first_line(error)})", "the hub",
+        return say_so(f"no connection to {constants.ENDPOINT}, or it breaks ({first_line(error)})", "the hub",
                       "check the network and HTTPS_PROXY, or HF_ENDPOINT=<a mirror>", Unreachable)  # fmt: skip
     return say_so(first_line(error), "a data set this machine can read", f"see {page}, or leave it out: {without}")
 

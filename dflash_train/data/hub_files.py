@@ -10,8 +10,9 @@ data set becomes a path. The library's own download starts a file anew when its 
 import errno
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from filelock import FileLock
@@ -48,22 +49,24 @@ def present(listing: Listing, file: HubFile) -> Path | None:
     return Path(theirs) if whole else None
 
 
-def missing_bytes(listing: Listing) -> int:
-    """What is still to be downloaded."""
-    total = 0
-    for file in listing.files:
-        if present(listing, file) is None:
-            part = part_path(listing, file)
-            total += file.num_bytes - (part.stat().st_size if part.exists() else 0)
-    return total
+def bytes_left(listing: Listing, file: HubFile) -> int:
+    """Bytes of the file that are still to be downloaded."""
+    if present(listing, file) is not None:
+        return 0
+    part = part_path(listing, file)
+    return file.num_bytes - (part.stat().st_size if part.exists() else 0)
 
 
 # ---------------------------------------------------------------- download
 
 
+class _Stopped(Exception):
+    """Another file's download failed, or the user pressed Ctrl-C."""
+
+
 def download(sources: dict[str, SourceConfig]) -> None:
     """Fetch what the sources (pinned to a commit) still lack, several files at a time, so that no line is cut in the
-    middle of mixing. Raises UserError."""
+    middle of mixing. Raises UserError; then the others stop too, and what has come stays."""
     wanted = {}
     for name, config in sources.items():
         for listing in hub().listings(name, config):
@@ -73,15 +76,22 @@ def download(sources: dict[str, SourceConfig]) -> None:
     if not wanted:
         return
     todo = list(wanted.values())
-    left = sum(missing_bytes(Listing(item[2].dataset, item[2].sha, "", "", None, (item[3],))) for item in todo)
+    left = sum(bytes_left(listing, file) for _, _, listing, file in todo)
     say(f"hub: downloading {human_bytes(left)} in {len(todo)} file(s) to {cache_dir('hub')}")
-    progress = Progress("hub", left, "bytes")
+    progress, stop = Progress("hub", left, "bytes"), threading.Event()
+
+    def on_bytes(count: int) -> None:
+        progress.update(count)
+        if stop.is_set():
+            raise _Stopped
+
     with ThreadPoolExecutor(DOWNLOADS_AT_ONCE) as pool:
-        jobs = [pool.submit(fetch, *item, on_bytes=progress.update) for item in todo]
+        jobs = [pool.submit(fetch, *item, on_bytes=on_bytes) for item in todo]
         try:
-            for job in jobs:
+            for job in as_completed(jobs):
                 job.result()
         except BaseException:
+            stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     progress.close()

@@ -15,7 +15,7 @@ from pathlib import Path
 from dflash_train.config import SourceConfig
 from dflash_train.data.forms import ColumnWatch
 from dflash_train.data.hub import HubFile, Listing, hub, is_sha, kept_listing, subsets
-from dflash_train.data.hub_files import missing_bytes, open_remote, present, read_range
+from dflash_train.data.hub_files import bytes_left, open_remote, present, read_range
 from dflash_train.util.errors import UserError
 
 FOOTERS_AT_MOST = 128  # files whose footers are read to count rows; more would take minutes
@@ -67,7 +67,7 @@ def survey(name: str, config: SourceConfig) -> Survey:
         pinned=pinned,
         num_files=len(files),
         num_bytes=sum(file.num_bytes for _, file in files),
-        missing_bytes=sum(missing_bytes(listing) for listing in listings),
+        missing_bytes=sum(bytes_left(listing, file) for listing, file in files),
     )
 
 

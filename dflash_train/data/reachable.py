@@ -6,6 +6,7 @@ once (`hub_survey`), with no more than a few small requests each.
 
 import importlib.util
 import sys
+from pathlib import Path
 
 from dflash_train.config import DataConfig, SourceConfig
 from dflash_train.data.forms import KNOWN_FORMS
@@ -15,7 +16,7 @@ from dflash_train.data.hub_survey import Survey, footer_rows, survey
 from dflash_train.data.sources import find_files
 from dflash_train.util.checks import Check
 from dflash_train.util.errors import UserError
-from dflash_train.util.io import cache_dir, free_bytes, human_bytes
+from dflash_train.util.io import cache_dir, free_bytes, human_bytes, same_disk
 from dflash_train.util.packages import wheel_dir
 
 COLUMNS = ["source", "rows there", "counted by", "take", "licence", "gated", "revision", "to download"]
@@ -54,7 +55,7 @@ def _hub_need(label: str, name: str, config: SourceConfig) -> Check:
     rows = "unknown" if found.rows is None else f"{found.rows:,}"
     short = config.take is not None and found.rows is not None and found.rows < config.take
     note = f", fewer than the {config.take:,} wanted" if short else ""
-    return Check(label, True, f"{config.path} at {found.sha[:12]}: {rows} rows{note}, {found.num_files} file(s)")
+    return Check(label, True, f"{config.path} at {found.sha}: {rows} rows{note}, {found.num_files} file(s)")
 
 
 def wheel_need(label: str, package: str, version: str) -> Check:
@@ -125,13 +126,16 @@ def _local_rows(name: str, config: SourceConfig) -> tuple[int | None, str]:
     return (None, "known when read") if None in counts else (sum(counts), "footers")
 
 
-def download_need(data: DataConfig) -> list[Check]:
-    """Whether the disk of the cache holds what hub sources still lack: one row, none where nothing is to be fetched."""
+def download_need(data: DataConfig, mix_dir: Path, mix_bytes: int) -> list[Check]:
+    """Whether the disk of the cache holds what hub sources still lack, beside a mix of mix_bytes where that goes to the
+    same disk: one row, none where nothing is to be fetched."""
     found = [surveyed(name, source) for name, source in data.sources.items() if source.kind == "hub"]
     need = sum(one.missing_bytes or 0 for one in found)
     if not need:
         return []
     folder = cache_dir("hub")
-    free = free_bytes(folder)
+    free, shared = free_bytes(folder), same_disk(folder, mix_dir)
     detail = f"{human_bytes(free)} free at {folder}, {human_bytes(need)} to download (kept there)"
-    return [Check("disk for downloads", free >= need, detail, "free some space, or DFLASH_CACHE=<a folder elsewhere>")]
+    detail += f", and {human_bytes(mix_bytes)} of the mix on the same disk" if shared else ""
+    fix = "free some space, or DFLASH_CACHE=<a folder elsewhere>"
+    return [Check("disk for downloads", free >= need + (mix_bytes if shared else 0), detail, fix)]

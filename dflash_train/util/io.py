@@ -108,6 +108,16 @@ def free_bytes(path: str | Path) -> int:
     return shutil.disk_usage(path).free
 
 
+def same_disk(one: str | Path, other: str | Path) -> bool:
+    """Whether both paths (which need not exist yet) are on one file system."""
+    devices = []
+    for path in (Path(one).absolute(), Path(other).absolute()):
+        while not path.exists():
+            path = path.parent
+        devices.append(path.stat().st_dev)
+    return devices[0] == devices[1]
+
+
 def human_bytes(count: float) -> str:
     """1536 -> '1.5 KB' (powers of 1000 as disks and buckets are sold)."""
     for unit in ("B", "KB", "MB", "GB", "TB", "PB"):
