@@ -192,6 +192,11 @@ def test_an_answer_that_is_one_unclosed_thought_ends_the_conversation_there():
     assert messages == [user("a")] and repairs == {"reasoning_removed", "cut_at_empty_assistant"}
 
 
+def test_an_empty_list_of_calls_is_no_call():
+    messages, repairs = cleaned(user("a"), assistant("", tool_calls="[]"), user("b"))
+    assert messages == [user("a")] and repairs == {"cut_at_empty_assistant"}
+
+
 def test_the_old_function_call_field_is_a_tool_call():
     messages, _ = cleaned(user("a"), assistant(None, function_call={"name": "f", "arguments": '{"x": 1}'}),
                           {"role": "function", "name": "f", "content": "2"})  # fmt: skip

@@ -96,7 +96,28 @@ def test_hermes_and_glaive_spell_the_same_conversation_alike():
 def test_sessions_of_one_repository_share_a_group_whatever_their_task():
     groups = {convert(row, "open_swe", "", {}).group for row in fixture_rows("open_swe")}
     assert groups == {"octo/widget", None}  # None: rows that are left out
-    assert convert(fixture_rows("swe_smith")[0], "swe_smith", "", {}).group == "ada/tiny.lib"
+    session = fixture_rows("swe_smith")[0]
+    group = lambda task: convert({**session, "instance_id": task}, "swe_smith", "", {}).group
+    assert (
+        group("ada__tiny.lib.115acaac.func_pm_remove_cond__1")
+        == group("Ada__tiny.lib.0badcafe.lm-12")
+        == "ada/tiny.lib"
+    )
+    assert group("ada__tiny.lib-12") == "ada/tiny.lib" and group("no pattern") is None
+
+
+@pytest.mark.parametrize("score", [True, None, "", "nan", "inf", "-1", 2, [1], "1" * 5000, "0x1"])
+def test_a_test_score_that_is_none_is_a_defect_and_not_a_low_score(score):
+    row = {**fixture_rows("opencodeinstruct")[0], "average_test_score": score}
+    assert convert(row, "opencodeinstruct", "", {}).drop == "bad_test_score"
+
+
+def test_a_row_too_deep_to_walk_is_dropped_whatever_column_it_is_in():
+    deep: list = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert convert({"prompt": "Why?", "notes": deep}, "prompt", "", {}).drop == "nested_too_deep"
+    assert convert({"messages": [{"role": "user", "content": "Why?"}], "tools": deep}, "messages", "", {}).drop
 
 
 @pytest.mark.parametrize(
