@@ -192,6 +192,7 @@ def describe(run: Run, data: DataConfig, mix: Mix, written: dict[str, dict], ide
     """The manifest: recipe and code, every count, every reason. data: the recipe with revisions as commits."""
     total: Counter = Counter()
     contaminated: Counter = Counter()
+    pairs = lambda kind: {n: dict(found) for n, report in mix.reports.items() if (found := getattr(report, kind))}
     for report in mix.reports.values():
         total.update(report.dropped + report.filtered)
         contaminated.update(report.contaminated)
@@ -201,7 +202,8 @@ def describe(run: Run, data: DataConfig, mix: Mix, written: dict[str, dict], ide
         "rows": {split: counts["rows"] for split, counts in written.items()},
         "sources": {name: _source_entry(data, name, report, written) for name, report in mix.reports.items()},
         "dropped": dict(sorted(total.items())),
-        "duplicates": {name: dict(report.duplicates) for name, report in mix.reports.items() if report.duplicates},
+        "duplicates": pairs("duplicates"),
+        "near_duplicates": pairs("near_duplicates"),
         "contamination": {task: contaminated[task] for task in run.data.decontaminate},
         "evaluation_commits": used_commits(run.data.decontaminate),
         "thinking": {split: counts["thinking"] for split, counts in written.items()},

@@ -79,5 +79,8 @@ def mix_manifest(data: DataConfig) -> dict:
         "limit": None,
         "config": {"data": asdict(data)},
         "sources": {name: facts(source) for name, source in data.sources.items()},
-        **{key: {} for key in ("dropped", "duplicates", "contamination", "files")},
+        **{
+            key: {}
+            for key in ("dropped", "duplicates", "near_duplicates", "contamination", "evaluation_commits", "files")
+        },
     }

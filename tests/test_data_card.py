@@ -44,9 +44,11 @@ def make_mix(tmp_path: Path) -> tuple[Path, dict]:
     code = [{"id": f"c{i}", "prompt": f"Write a function that adds {i} to a number.", "license": "BSD-3-Clause"}
             for i in range(20)]  # fmt: skip
     copies = [{"id": f"copy{i}", "prompt": apples[i]["prompt"]} for i in range(3)]
+    long = " ".join(f"Take the box with number {i} and put it on the table." for i in range(9))
+    near = [{"id": f"near{i}", "prompt": f"{long} Then sort them {last}."} for i, last in enumerate(("up", "down"))]
     leaked = [{"id": f"leak{i}", "prompt": f"Question {i}: {ITEM} How many are left?"} for i in range(2)]
     write_rows(tmp_path / "apples.jsonl", apples + dirt)
-    write_rows(tmp_path / "code.jsonl", code + copies + leaked)
+    write_rows(tmp_path / "code.jsonl", code + copies + near + leaked)
     write_rows(tmp_path / "test.jsonl", [{"turns": [ITEM]}])
     run = make_run(
         tmp_path,
@@ -57,6 +59,7 @@ def make_mix(tmp_path: Path) -> tuple[Path, dict]:
         "+data.sources.code.license=Apache-2.0",
         "+data.sources.code.bucket=code",
         "+data.sources.code.prompts_by=GPT-4",
+        "data.near_duplicates.buckets=[code]",
         "data.heldout_fraction=0.1",
         "data.thinking_share.chat=1.0",
         f"data.decontaminate=['file:{tmp_path / 'test.jsonl'}']",
@@ -124,16 +127,20 @@ def test_the_facts_of_a_small_mix_are_exact(tmp_path):
     of = lambda rows, name: sum(row["source"] == name for row in rows)
     # asked for, read, dropped, kept, taken, held out
     assert funnel["mine"] == ["all", 42, 2, 40, of(train, "mine"), of(heldout, "mine")]
-    assert funnel["code"] == ["all", 25, 5, 20, of(train, "code"), of(heldout, "code")]
-    assert funnel["all sources"] == [None, 67, 7, 60, len(train), len(heldout)]
+    assert funnel["code"] == ["all", 27, 6, 21, of(train, "code"), of(heldout, "code")]
+    assert funnel["all sources"] == [None, 69, 8, 61, len(train), len(heldout)]
     assert found["Rows dropped"] == [
-        ["contaminated", 2, 2, None], ["duplicate", 4, 3, 1], ["empty_user", 1, None, 1]
+        ["contaminated", 2, 2, None], ["duplicate", 4, 3, 1], ["empty_user", 1, None, 1],
+        ["near_duplicate", 1, 1, None],
     ]  # fmt: skip
-    assert found["Duplicates"] == [["code", 3, 3], ["mine", 1, 1]]
+    same, nearly = (rows for title, rows in found.items() if title.startswith(("The same", "Nearly")))
+    assert same == [["code", 3, 3], ["mine", 1, 1]] and nearly == [["code", 1, 1]]
     assert found["Contamination"] == [[f"file:{tmp_path / 'test.jsonl'}", 2, 2]]
     assert found["Who wrote the prompts"] == [["code", "GPT-4"]]
     by_licence = {row[0]: row[1] for row in found["By licence"]}
-    assert by_licence == {"MIT": of(train, "mine"), "BSD-3-Clause": of(train, "code")}, "the row's licence counts"
+    ours = sum(row["license"] == "BSD-3-Clause" for row in train)
+    assert by_licence.pop("BSD-3-Clause") == ours > 10, "the row's licence counts"
+    assert {"MIT": of(train, "mine"), "Apache-2.0": of(train, "code") - ours} == {"Apache-2.0": 0} | by_licence
     assert {row[0]: row[1] for row in found["By bucket"]} == {"chat": of(train, "mine"), "code": of(train, "code")}
     assert found["Thinking, training rows"][0] == ["chat", of(train, "mine"), 0, "100.0 %"]
     lengths = sorted(len(row["messages"][0]["content"]) for row in train + heldout if row["source"] == "mine")
@@ -216,7 +223,7 @@ def test_languages_are_told_on_the_head_of_the_rows_and_doubt_is_said(tmp_path, 
     monkeypatch.setattr(card_rows, "LANGUAGE_ROWS", 3)
     folder, manifest = make_mix(tmp_path)
     counts = counted(folder, manifest)
-    assert counts.languages.total() == 3 and counts.rows.total() == 60
+    assert counts.languages.total() == 3 and counts.rows.total() == 61
     note = next(s for s in build_card(manifest, None, counts).sections if s.title == "Languages").notes[0]
     assert "the first 3 training rows of the shuffled mix" in note
 

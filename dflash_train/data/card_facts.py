@@ -22,6 +22,7 @@ def build_card(mix: dict, answers: dict | None, counts: RowCounts) -> Card:
         (f"{len(mix['sources']):,}", "sources"),
         (f"{sum(source['read'] for source in mix['sources'].values()):,}", "rows read"),
         (f"{mix['dropped'].get('duplicate', 0):,}", "exact duplicates dropped"),
+        (f"{mix['dropped'].get('near_duplicate', 0):,}", "near duplicates dropped"),
         (f"{sum(mix['contamination'].values()):,}", "contaminated rows dropped"),
     ]
     sections = [funnel(mix, answers, counts), composition(counts), languages(counts), lengths(counts)]
@@ -115,23 +116,27 @@ def _matrix(title: str, corner: str, keys, by_source: dict[str, dict[str, int]])
 
 
 def duplicates(mix: dict) -> Section:
-    """Whose rows were dropped because whose were kept."""
-    pairs = mix["duplicates"]
-    if not pairs:
-        return Section("Duplicates", ["No row repeats another."])
-    keepers = [name for name in mix["sources"] if any(name in kept for kept in pairs.values())]
-    rows = [[name, sum(kept.values()), *[kept.get(k) for k in keepers]] for name, kept in pairs.items()]
-    notes = [
-        "One line a source whose rows were dropped; the columns say whose equal row was kept. Of equal rows a held-out "
-        "one stays, else that of the earliest source in the recipe, and of one source the first in hash order."
+    """Whose rows were dropped because whose were kept, exact and near ones."""
+    near = mix["config"]["data"]["near_duplicates"]
+    tables = [
+        _pairs("The same texts, but for case and white space", mix["duplicates"]),
+        _pairs(
+            f"Nearly the same text (Jaccard of 5-word shingles at least {near['threshold']})", mix["near_duplicates"]
+        ),
     ]
-    if near := mix["dropped"].get("near_duplicate"):
-        notes.append(f"{near:,} more rows are nearly another's text (Jaccard at least {_threshold(mix)}).")
-    return Section("Duplicates", notes, [Table("", ["dropped from", "all", *[f"kept in {k}" for k in keepers]], rows)])
+    notes = [
+        "One line a source whose rows were dropped; the columns say whose row was kept. A held-out row stays, else "
+        "that of the earliest source in the recipe, and of one source the first in hash order."
+    ]
+    looked = ", ".join(near["buckets"])
+    notes.append(f"Near duplicates are looked for in: {looked}." if looked else "Near duplicates are not looked for.")
+    return Section("Duplicates", notes, [table for table in tables if table.rows])
 
 
-def _threshold(mix: dict) -> float:
-    return mix["config"]["data"]["near_duplicates"]["threshold"]
+def _pairs(title: str, pairs: dict[str, dict[str, int]]) -> Table:
+    keepers = sorted(set(chain(*pairs.values())))
+    rows = [[name, sum(kept.values()), *[kept.get(k) for k in keepers]] for name, kept in pairs.items()]
+    return Table(title, ["dropped from", "all", *[f"kept in {k}" for k in keepers]], rows)
 
 
 def contamination(mix: dict) -> Section:
@@ -251,6 +256,7 @@ def provenance(mix: dict, answers: dict | None) -> Section:
         ["seed", str(mix["seed"])],
         ["code", mix["code_version"]],
         *[[f"sha256 of {name}", fact["sha256"]] for name, fact in mix["files"].items()],
+        *[[f"commit of {name}", commit] for name, commit in mix["evaluation_commits"].items()],
     ]
     tables = [Table("The mix", ["", ""], made)]
     if answers:

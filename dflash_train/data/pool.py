@@ -81,6 +81,7 @@ class SourceReport:
     prompts: int
     filtered: Counter
     duplicates: Counter  # by the source whose row was kept
+    near_duplicates: Counter  # the same
     contaminated: Counter  # by evaluation task, "heldout" for held-out rows
     kept: int
     heldout: int
@@ -154,6 +155,7 @@ class Pool:
             prompts=counts.prompts,
             filtered=filtered,
             duplicates=outcome.duplicates,
+            near_duplicates=outcome.near_duplicates,
             contaminated=outcome.contaminated,
             kept=counts.prompts - filtered.total(),
             heldout=len(outcome.heldout),

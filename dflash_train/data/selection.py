@@ -24,6 +24,7 @@ class Outcome:
     reserve: list[Candidate] = field(default_factory=list)
     filtered: Counter = field(default_factory=Counter)
     duplicates: Counter = field(default_factory=Counter)  # by the source whose row stayed
+    near_duplicates: Counter = field(default_factory=Counter)  # the same
     contaminated: Counter = field(default_factory=Counter)  # by evaluation task
 
 
@@ -101,7 +102,14 @@ def over_cap(selection: Selection, candidate: Candidate, room: int) -> bool:
 
 def near_duplicate(selection: Selection, candidate: Candidate, room: int) -> bool:
     """A row of the same bucket that stayed is nearly the same text."""
-    return candidate.near >= 0 and selection._near_index(candidate).find(candidate.near) is not None
+    if candidate.near < 0:
+        return False
+    index = selection._near_index(candidate)
+    found = index.find(candidate.near)
+    if found is not None:
+        source = index.owners[found].partition("/")[0]
+        selection.outcomes[candidate.source].near_duplicates[source] += 1
+    return found is not None
 
 
 def contaminated(selection: Selection, candidate: Candidate, room: int) -> bool:
