@@ -13,6 +13,7 @@ import pytest
 from helpers_data import outcome, recipe
 from helpers_hub import TOKEN, Fault, Hub, at_hub, jsonl, parquet
 
+from dflash_train.bench import contamination
 from dflash_train.config import SourceConfig
 from dflash_train.data import hub_errors, hub_survey, reachable
 from dflash_train.data.forms import FORMS
@@ -420,3 +421,14 @@ def test_without_an_id_column_no_column_is_left_out(server, monkeypatch):
 
 def test_the_client_of_another_run_starts_without_memory():
     assert Client().answers == {} and Client().down is None
+
+
+def test_an_evaluation_set_on_the_hub_is_looked_at_in_the_column_it_names(server):
+    rows = [{"task_id": i, "text": f"Write a function that returns {i}.", "code": "pass"} for i in range(9)]
+    configs = [{"config_name": "full", "data_files": [{"split": "test", "path": "full.parquet"}]}]
+    server.add(NAME, {"full.parquet": parquet(rows)}, {"configs": configs})
+    name = f"hub:{NAME}:full/test:text"
+    assert contamination.evaluation_need(name).ok
+    assert contamination.contamination_texts([name])[name][3] == ("Write a function that returns 3.",)
+    need = contamination.evaluation_need(f"hub:{NAME}:full/test:prompt")
+    assert not need.ok and "columns code, task_id, text" in need.detail and "a column prompt" in need.detail

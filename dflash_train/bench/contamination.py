@@ -74,7 +74,8 @@ def hub_set(name: str) -> tuple[SourceConfig, str]:
     if not match:
         raise UserError("data.decontaminate", got=name, want=" | ".join(NAMES))
     path, revision, subset, split, column = match.groups()
-    return SourceConfig(kind="hub", path=path, revision=revision, subset=subset, split=split, form="auto"), column
+    at = {"path": path, "revision": revision, "subset": subset, "split": split}
+    return SourceConfig(kind="hub", options={"prompt_field": column}, **at), column  # named, so that it is looked for
 
 
 def evaluation_need(name: str) -> Check:

@@ -48,10 +48,13 @@ def source_need(name: str, config: SourceConfig) -> Check:
 def _hub_need(label: str, name: str, config: SourceConfig) -> Check:
     found = surveyed(name, config)
     if found.problem is not None:
-        got = f"{config.path}: {found.problem.got}"
-        if found.problem.field not in (label, f"{label}: data set {config.path}"):
-            got = f"{found.problem.field.removeprefix(label + '.')}: {found.problem.got}; there is {found.problem.want}"
-        return Check(label, False, got, found.problem.fix or dataset_page(config.path))
+        problem = found.problem
+        got = f"{config.path}: {problem.got}"
+        if (
+            problem.field != f"{label}: data set {config.path}"
+        ):  # a key of the source, or its columns: say what there is
+            got = f"{problem.field.removeprefix(label).removeprefix('.') or config.path}: {problem.got}; {problem.want}"
+        return Check(label, False, got, problem.fix or dataset_page(config.path))
     rows = "unknown" if found.rows is None else f"{found.rows:,}"
     short = config.take is not None and found.rows is not None and found.rows < config.take
     note = f", fewer than the {config.take:,} wanted" if short else ""
