@@ -306,8 +306,14 @@ def test_a_hostile_mix_writes_two_files_with_fixed_names(tmp_path):
     source = manifest["sources"].pop("code")
     config = manifest["config"]["data"]["sources"]
     for hostile in HOSTILE:
-        manifest["sources"][hostile] = {**source, "license": hostile, "dropped": {hostile: 1}, "kind": hostile}
-        config[hostile] = {**config["code"], "path": hostile, "prompts_by": hostile, "revision": hostile}
+        manifest["sources"][hostile] = {
+            **source,
+            "license": hostile,
+            "dropped": {hostile: 1},
+            "kind": hostile,
+            "revision": hostile,
+        }
+        config[hostile] = {**config["code"], "path": hostile, "prompts_by": hostile}
         manifest["dropped"][hostile] = 1
     manifest["recipe"] = HOSTILE[0]
     before = set(tmp_path.rglob("*"))

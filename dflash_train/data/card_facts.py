@@ -6,11 +6,11 @@
 from collections import Counter
 from itertools import chain
 
+from dflash_train.data.card_origins import makers, provenance
 from dflash_train.data.card_parts import LENGTH_COLUMNS, Bars, Card, Section, Table, histograms, length_facts, share
 from dflash_train.data.card_rows import MIN_CONFIDENCE, RowCounts
 
 TOP_LANGUAGES = 12
-NO_MODEL_NAMED = "Of the other sources the recipe names no model; their own cards may say more."
 
 
 def build_card(mix: dict, answers: dict | None, counts: RowCounts) -> Card:
@@ -19,8 +19,10 @@ def build_card(mix: dict, answers: dict | None, counts: RowCounts) -> Card:
     figures = [
         (f"{written['train']:,}", "training rows"),
         (f"{written['heldout']:,}", "held-out rows"),
-        (f"{len(mix['sources']):,}", "sources"),
-        (f"{sum(source['read'] for source in mix['sources'].values()):,}", "rows read"),
+        (
+            f"{sum(source['read'] for source in mix['sources'].values()):,}",
+            f"rows read from {len(mix['sources'])} sources",
+        ),
         (f"{mix['dropped'].get('duplicate', 0):,}", "exact duplicates dropped"),
         (f"{mix['dropped'].get('near_duplicate', 0):,}", "near duplicates dropped"),
         (f"{sum(mix['contamination'].values()):,}", "contaminated rows dropped"),
@@ -187,7 +189,7 @@ def languages(counts: RowCounts) -> Section:
     whole = "every training row" if everything else f"the first {total:,} training rows of the shuffled mix"
     notes = [
         f"Told by py3langid from the users' turns of {whole}. Unsure: the best guess has less than "
-        f"{MIN_CONFIDENCE:.0%}, as it is for single words, names and formulas; zxx: no language. Short "
+        f"{100 * MIN_CONFIDENCE:.0f} %, as it is for single words, names and formulas; zxx: no language. Short "
         "prompts are often told wrongly."
     ]
     return Section("Languages", notes, [Table("", ["ISO 639", "rows", "share"], rows)])
@@ -225,54 +227,6 @@ def answered(answers: dict, counts: RowCounts) -> Section:
                        rows))  # fmt: skip
     parts = [part for part in parts if not isinstance(part, Table) or part.rows]
     return Section("The answers", ["Answers cut by the limit are kept: they are what the target says so far."], parts)
-
-
-# ---------------------------------------------------------------- where it comes from
-
-
-def makers(mix: dict) -> Section:
-    """Which sources' prompts a model wrote."""
-    sources = mix["config"]["data"]["sources"]
-    rows = [[name, sources[name]["prompts_by"]] for name in mix["sources"] if sources[name]["prompts_by"]]
-    if not rows:
-        return Section("Who wrote the prompts", ["The recipe names no model for any source."])
-    notes = ["The target writes every answer anew, but these prompts carry the models that made them.", NO_MODEL_NAMED]
-    return Section("Who wrote the prompts", notes, [Table("", ["source", "prompts made with"], rows)])
-
-
-def provenance(mix: dict, answers: dict | None) -> Section:
-    """Everything that it takes to make the same rows again."""
-    sources = mix["config"]["data"]["sources"]
-    rows = []
-    for name, entry in mix["sources"].items():
-        config = sources[name]
-        where = " ".join(filter(None, (config["path"], config["subset"], config["split"]))) if config["path"] else ""
-        package = config["options"].get("package")
-        where = where or (f"{package} {config['options']['version']}" if package else "Python's standard library")
-        rows.append([name, entry["kind"], where, config["revision"] or "not pinned", entry["license"], entry["bucket"]])
-    made = [
-        ["recipe", mix["recipe"]],
-        ["recipe hash", mix["recipe_hash"]],
-        ["seed", str(mix["seed"])],
-        ["code", mix["code_version"]],
-        *[[f"sha256 of {name}", fact["sha256"]] for name, fact in mix["files"].items()],
-        *[[f"commit of {name}", commit] for name, commit in mix["evaluation_commits"].items()],
-    ]
-    tables = [Table("The mix", ["", ""], made)]
-    if answers:
-        served = {f"server {name}": facts for name, facts in answers["servers"].items()}
-        facts = flat({"code": answers["provenance"]["code_version"], **answers["identity"], **served})
-        tables.append(Table("The answers", ["", ""], [[key, str(value)] for key, value in facts]))
-    columns = ["source", "kind", "from", "revision", "licence of the set", "bucket"]
-    return Section("Provenance", [], [*tables, Table("Sources", columns, rows)])
-
-
-def flat(value: dict, prefix: str = "") -> list[tuple[str, object]]:
-    """{'a': {'b': 1}} -> [('a.b', 1)]."""
-    out = []
-    for key, item in value.items():
-        out += flat(item, f"{prefix}{key}.") if isinstance(item, dict) else [(prefix + key, item)]
-    return out
 
 
 def examples(counts: RowCounts) -> list:
