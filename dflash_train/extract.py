@@ -204,7 +204,8 @@ def render(setup: Setup) -> Rows:
     rows, max_tokens = Rows(), setup.run.extract.max_tokens
     renderer = Renderer(setup.files.tokenizer)
     for split, name in SPLITS.items():
-        rows.add(read_jsonl(setup.run.answers_dir / name), split, renderer, max_tokens)
+        rows.add(read_jsonl(setup.run.answers_dir / name), split, renderer, max_tokens,
+                 setup.run.data.answers.min_answer_tokens)  # fmt: skip
     say(f"rendered {len(rows.rows):,} samples; {rows.num_cut:,} cut to {max_tokens:,} tokens; "
         f"{rows.dropped.total():,} dropped {dict(rows.dropped) or ''}")  # fmt: skip
     if not rows.of("train"):

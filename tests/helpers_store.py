@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from dflash_train.config import (
+    AnswersConfig,
     DataConfig,
     ExtractConfig,
     ExtractRun,
@@ -68,7 +69,8 @@ def make_run(folder: Path, **changes) -> ExtractRun:
         run_dir=str(folder / "run"),
         work_dir=str(folder / "work"),
         hardware=HardwareConfig(device="cpu", num_threads=1),
-        data=DataConfig(name="toy", sources={"toy": SourceConfig(kind="files", path="toy.jsonl")}),
+        data=DataConfig(name="toy", sources={"toy": SourceConfig(kind="files", path="toy.jsonl")},
+                        answers=AnswersConfig(min_answer_tokens=1)),
         target=TargetConfig(name="tiny", kind="tiny", dtype="float32", mask_token_id=127, options={}),
         extract=ExtractConfig(layer_ids=[0, 1], max_tokens=64, batch_tokens=128, window_samples=8),
         store=StoreConfig(kind="local", root=str(folder / "store"), dtype="float32", shard_bytes=60 * 517,
