@@ -5,8 +5,10 @@ import shlex
 
 import pytest
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from dflash_train import cli
+from dflash_train.config import DataConfig
 
 README = (cli.ROOT / "README.md").read_text("utf-8")
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.S)
@@ -39,6 +41,13 @@ def test_a_readme_command_composes_and_loads(stage, argv):
         assert cli.build_run(stage, compose(stage, cli.rewrite_argv(argv))).stage == stage
 
 
+def test_the_readmes_recipe_loads_as_it_stands():
+    (block,) = re.findall(r"```yaml\n(.*?)```", README, re.S)
+    data = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), OmegaConf.create(block)))
+    data.check()
+    assert data.sources["code"].kind == "hub" and data.sources["tickets"].form == "auto"
+
+
 def test_the_readmes_make_targets_exist():
     makefile = (cli.ROOT / "Makefile").read_text("utf-8")
     targets = [shlex.split(line)[1] for line in commands("make ")]
@@ -51,6 +60,7 @@ def test_files_that_the_readme_names_exist():
     named = re.findall(r"`((?:dflash_train|conf|launch|data_recipes|benchmarks|tests)/[\w./-]+)`", README)
     tree = re.search(r"## Where things are\n+```\n(.*?)```", README, re.S)[1]
     named += re.findall(r"^([\w./-]+)", tree, re.M)
+    named += re.findall(r"!\[.*?\]\((.*?)\)", README)
     assert len(named) > 10
     for name in named:
         assert (cli.ROOT / name).exists(), name
