@@ -14,6 +14,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -37,10 +38,11 @@ class HubSet:
     viewer: dict[tuple[str, str], int] | None = None
 
     def shas(self) -> list[str]:
-        return [
-            hashlib.sha1(repr(sorted((p, hashlib.sha1(b).hexdigest()) for p, b in files.items())).encode()).hexdigest()
-            for files in self.commits
+        """The commits' names: what is in them, so that the same files are the same commit on every run."""
+        names = [
+            json.dumps(sorted((path, _git_digest(body)) for path, body in files.items())) for files in self.commits
         ]
+        return [hashlib.sha1(text.encode()).hexdigest() for text in names]
 
     def files_at(self, revision: str) -> tuple[str, dict[str, bytes]] | None:
         shas = self.shas()
@@ -260,13 +262,19 @@ class _Handler(BaseHTTPRequestHandler):
         return self.reply(line, 200, json.dumps(body).encode(), {"X-Revision": data.shas()[-1]})
 
 
+@cache
 def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+@cache
+def _git_digest(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
 def _entry(path: str, content: bytes) -> dict:
     """Large-file facts for Parquet, git's own digest for text, as the hub stores them."""
-    oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    oid = _git_digest(content)
     entry = {"type": "file", "path": path, "size": len(content), "oid": oid}
     if path.endswith(".parquet"):
         entry["lfs"] = {"oid": _sha256(content), "size": len(content), "pointerSize": 134}
@@ -321,7 +329,7 @@ def at_hub(hub_url: str, home: Path, monkeypatch, token: str | None = None):
     for module in (constants, file_download):
         if "HUGGINGFACE_CO_URL_TEMPLATE" in vars(module):
             monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    values = {"ENDPOINT": hub_url, "HF_HUB_CACHE": str(home / "hf" / "hub"), "HF_HUB_DOWNLOAD_TIMEOUT": 1,
+    values = {"ENDPOINT": hub_url, "HF_HUB_CACHE": str(home / "hf" / "hub"), "HF_HUB_DOWNLOAD_TIMEOUT": 20,
               "HF_TOKEN_PATH": str(home / "no-token"), "HF_HUB_OFFLINE": False}  # fmt: skip
     for key, value in values.items():
         monkeypatch.setattr(constants, key, value)

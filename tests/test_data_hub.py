@@ -7,10 +7,12 @@ import gzip
 import io
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pyarrow.parquet
 import pytest
-from helpers_data import outcome, recipe
+import yaml
+from helpers_data import FIXTURES, outcome, recipe
 from helpers_hub import TOKEN, Fault, Hub, at_hub, jsonl, parquet
 
 from dflash_train.bench import contamination
@@ -23,7 +25,7 @@ from dflash_train.data.hub import pin
 from dflash_train.data.recipe import read_source
 from dflash_train.util.errors import UserError
 
-NAME = "owner/set"
+NAME, ROOT = "owner/set", Path(__file__).parents[1]
 SPLITS = [{"split": "code", "path": "data/code-*.parquet"}, {"split": "chat", "path": "data/chat-*.parquet"}]
 CARD = {
     "license": "cc-by-4.0",
@@ -173,6 +175,36 @@ def test_a_disk_too_small_for_downloads_and_mix_together_is_a_missing_need(serve
     assert reachable.download_need(data, tmp_path, 99_000)[0].ok
 
 
+def big_mix(server) -> dict[str, SourceConfig]:
+    """Every data set of mix914k on the server, with the columns that the real ones have and a few rows each."""
+    plain = yaml.safe_load((ROOT / "data_recipes" / "mix914k.yaml").read_text("utf-8"))
+    sources = {name: SourceConfig(**values) for name, values in plain["sources"].items()}
+    parts: dict[str, tuple[dict, dict, bool]] = {}
+    for name, source in sources.items():
+        content, configs, _ = parts.setdefault(source.path, ({}, {}, bool(source.options.get("gated"))))
+        for subset in source.options.get("subsets") or [source.subset or "default"]:
+            path = f"{name}-{subset}.jsonl"
+            content[path] = (FIXTURES / "forms" / f"{source.form}.jsonl").read_bytes()
+            configs.setdefault(subset, []).append({"split": source.split, "path": path})
+    for path, (content, configs, is_gated) in parts.items():
+        card = [{"config_name": name, "data_files": files} for name, files in configs.items()]
+        server.add(path, content, {"configs": card, "license": "mit"}, gated=is_gated, allowed={TOKEN})
+    return sources
+
+
+def test_the_dry_run_of_mix914k_names_both_gated_sets_and_with_a_token_finds_all_fifteen(server, monkeypatch):
+    sources = big_mix(server)
+    needs = {name: reachable.source_need(name, source) for name, source in sources.items()}
+    gated = {name for name, source in sources.items() if source.options.get("gated")}
+    assert {name for name, need in needs.items() if not need.ok} == gated and len(gated) == 5
+    assert all(f"https://huggingface.co/datasets/{sources[name].path}" in needs[name].fix for name in gated)
+    client.cache_clear()
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    needs = {name: reachable.source_need(name, source) for name, source in sources.items()}
+    assert [need.detail for need in needs.values() if not need.ok] == [] and len(needs) == 15
+    assert "4 file(s)" in needs["hermes_fc"].detail
+
+
 # ---------------------------------------------------------------- errors, one message a kind
 
 
@@ -292,8 +324,22 @@ def test_offline_by_choice_is_its_own_message(server, monkeypatch):
 # ---------------------------------------------------------------- a busy hub
 
 
-@pytest.mark.parametrize("status", [429, 500, 503])
-@pytest.mark.parametrize("where", ["GET /api/datasets/owner/set$", "README", "tree", "paths-info", r"code-0.*parquet"])
+INFO, FILE = "GET /api/datasets/owner/set$", r"code-0.*parquet"
+
+
+@pytest.mark.parametrize(
+    ("status", "where"),
+    [
+        (503, INFO),
+        (503, "README"),
+        (503, "tree"),
+        (503, "paths-info"),
+        (503, FILE),
+        (429, INFO),
+        (429, FILE),
+        (500, FILE),
+    ],
+)
 def test_a_busy_hub_is_asked_again_wherever_it_is_busy(server, status, where):
     server.add(NAME, files(), CARD)
     server.faults = [Fault(where, status=status, times=3)]

@@ -76,13 +76,15 @@ def make_run(tmp_path: Path, *overrides: str):
     [
         Fault(r"train.*\[10000-", cut=4000, times=2),
         Fault(r"train.*\[20000-", cut=0),
-        Fault(r"train.*\[10000-", stall_s=1.5),
+        Fault(r"train.*\[10000-", stall_s=3),
         Fault(r"train.*\[10000-", status=503, times=4),
     ],
     ids=["cut", "closed", "stalled", "busy"],
 )
-def test_a_broken_line_costs_the_piece_under_way_alone(server, fault):
+def test_a_broken_line_costs_the_piece_under_way_alone(server, monkeypatch, fault):
     added(server)
+    if fault.stall_s:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", fault.stall_s / 3)
     server.faults = [fault]
     assert [path.read_bytes() for path in fetch_all(config())] == contents(server)
     assert fault.times == 0
@@ -166,6 +168,7 @@ def test_several_files_are_fetched_at_once_and_every_byte_once(server, capsys):
 def test_processes_that_want_one_file_fetch_it_once(server):
     added(server)
     data = config()
+    client().listings("mine", data.sources["mine"])
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: fetch_all(data), range(4)))
     assert found[0] == found[3] and server.file_bytes() == sum(map(len, contents(server)))

@@ -75,8 +75,8 @@ class Hub:
     def ask(self, name: str, config: SourceConfig, call: Callable[[], Answer]) -> Answer:
         """hub_errors.ask; without a connection only the first question waits for one, and briefly."""
         if self.down is not None:
-            raise Unreachable(f"data.sources.{name}: data set {config.path}", got=self.down.got, want=self.down.want,
-                              fix=self.down.fix)  # fmt: skip
+            got = f"not asked either: {str(self.down.got).partition(' (')[0]}"
+            raise Unreachable(f"data.sources.{name}: data set {config.path}", got=got, fix=self.down.fix)
         try:
             answer = ask(name, config, call, retry_network=self.reached)
         except Unreachable as error:
