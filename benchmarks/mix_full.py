@@ -1,8 +1,8 @@
 """mix914k at its true size, on synthetic sources with planted faults (mix_full_rows.py), against what the faults say
 must come out (mix_full_oracle.py).
 
-    python benchmarks/mix_full.py --scale 0.01                        # one hundredth, seconds
-    python benchmarks/mix_full.py --again 1 --output mix_full.json    # all 11.4 million rows, twice: 2 processes, then 1
+    python benchmarks/mix_full.py --scale 0.01                       # one hundredth
+    python benchmarks/mix_full.py --again 2 1 --output mix_full.json # all 11.4 million rows, three times
 
 Prints wall time and peak memory (all processes, proportional set size) by run, counts by source, recall and precision
 of near duplicates, and fails where anything is not as expected.
@@ -135,7 +135,7 @@ def compare(data: DataConfig, mix: Mix, expected: dict[str, oracle.Expected]) ->
 
 
 def dropped(data: DataConfig, name: str, want: oracle.Expected, not_needed: int) -> Counter:
-    """Reasons of the rows that were looked at: in either queue the first ones, as many as the report says were needed."""
+    """Reasons of the rows that were looked at: in either queue the first, as many as the report says were needed."""
     out = Counter({oracle.AT_READING: want.dropped_at_reading})
     in_order = want.read - want.skipped.total() - want.dropped_at_reading
     heldout, train = want.queues[True], want.queues[False]
@@ -171,9 +171,9 @@ def main() -> int:
         for number, processes in enumerate([args.processes, *args.again]):
             data = recipe(args.scale, processes)
             mix, facts = run_once(data, Path(folder, str(number)))
-            say(f"{sum(r.read for r in mix.reports.values()):,} rows -> {facts['rows']} in {duration(facts['wall_s'])}, "
-                f"{processes} process(es), peak {human_bytes(facts['peak_bytes'])}, "
-                f"spools {human_bytes(facts['spool_bytes'])}")  # fmt: skip
+            read = sum(report.read for report in mix.reports.values())
+            say(f"{read:,} rows -> {facts['rows']} in {duration(facts['wall_s'])}, {processes} process(es), "
+                f"peak {human_bytes(facts['peak_bytes'])}, spools {human_bytes(facts['spool_bytes'])}")  # fmt: skip
             results.append(facts)
             shutil.rmtree(Path(folder, str(number)))
     print_counts(data, mix)

@@ -9,8 +9,8 @@
     2 %    broken                half in a way that cannot be used, half text that is none
     2 %    asked again           openorca: an earlier row's question under another system prompt
 
-Texts are cheap: 6-word runs out of a pool, and after every second one a word that no other row has, so that any 13
-words in a row are unique and unrelated texts are never alike by chance.
+Texts are cheap: 12-word runs out of a pool, and after each a word that no other row has, so that any 13 words in a row
+are unique and unrelated texts are never alike by chance.
 """
 
 import json
@@ -18,6 +18,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 
 from dflash_train.config import DataConfig, SourceConfig
 from dflash_train.data.forms import RawRow, convert
@@ -32,7 +33,7 @@ ROWS = {
 NUMBER = {name: number for number, name in enumerate(ROWS)}
 PLAIN = ("nemo_math", "nemo_stem", "nemo_code", "opencode", "evol_code", "magicoder_oss")  # one user turn, no tools
 NEAR = ("nemo_math", "nemo_code", "opencode", "evol_code", "magicoder_oss", "codealpaca")
-NUM_RUNS_OF = {"codealpaca": 12, "nemo_chat": 40, "open_swe": 60}  # of the first user turn; others 24
+NUM_RUNS_OF = {"codealpaca": 6, "nemo_chat": 20, "open_swe": 30}  # of the first user turn; others 12
 BROKEN = ("empty_user", "placeholder_user", "special_token_in_text", "lone_surrogate", "row_not_an_object",
           "repeated_lines", "base64")  # fmt: skip
 NEAR_JACCARD, MISS_JACCARD = (0.95, 0.92, 0.88, 0.85, 0.82), (0.74, 0.7, 0.6)
@@ -66,11 +67,9 @@ def draw(name: str, row: int) -> int:
 @cache
 def runs() -> list[str]:
     rng = random.Random(0)
-    vocabulary = [
-        f"{a}{b}{c}" for a in "bdfglmnprst" for b in ("a", "e", "io", "u") for c in ("ck", "ld", "m", "n", "rt")
-    ]
-    vocabulary = [f"{a}{b}" for a in vocabulary for b in ("", "ing", "er", "s")]
-    return [" ".join(rng.choices(vocabulary, k=6)) for _ in range(NUM_RUNS)]
+    parts = "bdfglmnprst", ("a", "e", "io", "u"), ("ck", "ld", "m", "n", "rt"), ("", "ing", "er", "s")
+    vocabulary = ["".join(word) for word in product(*parts)]
+    return [" ".join(rng.choices(vocabulary, k=12)) for _ in range(NUM_RUNS)]
 
 
 def evaluation() -> dict[str, list[tuple[str, ...]]]:
@@ -143,11 +142,9 @@ def _scaled(source: str, name: str, num_rows: int) -> int:
 def own_text(name: str, row: int) -> str:
     """The first user turn of a row without faults."""
     number, value, pool, words = NUMBER[name], draw(name, row), runs(), []
-    for k in range(NUM_RUNS_OF.get(name, 24)):
+    for k in range(NUM_RUNS_OF.get(name, 12)):
         value = (value * 6364136223846793005 + 1442695040888963407) & MASK
-        words.append(pool[value >> 48])
-        if k & 1:
-            words.append(f"q{number}x{row}n{k}")
+        words.append(f"{pool[value >> 48]} q{number}x{row}n{k}")
     return " ".join(words)
 
 
@@ -228,8 +225,9 @@ def _ultrachat(name: str, row: int, text: str, origin: int) -> dict:
 def _glaive(name: str, row: int, text: str, origin: int) -> dict:
     system = "SYSTEM: You are a helpful assistant with access to the following functions. Use them if required -\n"
     call = f'<functioncall> {{"name": "{_tool(origin)["name"]}", "arguments": \'{{"q": "x"}}\'}} <|endoftext|>'
-    chat = f'USER: {text}\n\n\nASSISTANT: {call}\n\n\nFUNCTION RESPONSE: {{"row": {origin}}}\n\n\nASSISTANT: ok {row} <|endoftext|>'
-    return {"system": system + json.dumps(_schema_tool(origin)), "chat": chat}
+    turns = [f"USER: {text}", f"ASSISTANT: {call}", f'FUNCTION RESPONSE: {{"row": {origin}}}',
+             f"ASSISTANT: ok {row} <|endoftext|>"]  # fmt: skip
+    return {"system": system + json.dumps(_schema_tool(origin)), "chat": "\n\n\n".join(turns)}
 
 
 def _hermes(name: str, row: int, text: str, origin: int) -> dict:
@@ -254,9 +252,9 @@ def _open_swe(name: str, row: int, text: str, origin: int) -> dict:
         call = {"id": f"c{turn}", "type": "function", "function": {"name": _tool(0)["name"], "arguments": '{"q": "x"}'}}
         messages += [{"role": "assistant", "content": f"step {turn} of {origin}", "tool_calls": [call]},
                      {"role": "tool", "tool_call_id": f"c{turn}", "content": f"result {turn} " * 60}]  # fmt: skip
-    resolved = 0 if skip_of(name, row) else 1
-    return {"trajectory_id": f"{draw(name, row):016x}{row:x}", "repo": f"org/r{draw(name, row) % 1500}", "license": "MIT",
-            "language": "python", "messages": messages, "tools": tools, "resolved": resolved}  # fmt: skip
+    return {"trajectory_id": f"{draw(name, row):016x}{row:x}", "repo": f"org/r{draw(name, row) % 1500}",
+            "license": "MIT", "language": "python", "messages": messages, "tools": tools,
+            "resolved": 0 if skip_of(name, row) else 1}  # fmt: skip
 
 
 BUILDERS = {

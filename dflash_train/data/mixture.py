@@ -29,7 +29,7 @@ from dflash_train.data.recipe import plan_takes
 from dflash_train.data.selection import Selection
 from dflash_train.data.sift import sift
 from dflash_train.util.io import write_json
-from dflash_train.util.parallel import num_cores, ordered_map
+from dflash_train.util.parallel import Workers, num_cores
 from dflash_train.util.provenance import digest, stable_hash
 
 UNBOUNDED = 2**62  # rows of a source that has more than anyone asked for
@@ -68,37 +68,41 @@ def build_mix(
     """Mix the recipe's sources. evaluation: {task: [item texts]} that no row may contain; workspace: an empty folder
     for spools; limit: only the first rows of the final order; on_row, on_step: called for progress. Raises UserError
     for an unreadable, bad (strict) or short source."""
-    mixer = Mixer(data, evaluation, workspace, on_row, on_step)
-    takes: dict[str, int | None] = {name: source.take for name, source in data.sources.items()}
-    ends: dict[str, int] = {}  # rows of sources that turned out to have no more
-    mixer.aim(takes)
-    mixer.read(list(mixer.pools.values()))
-    while True:
-        mixer.hold_out()
-        selection = mixer.take(takes)
-        if mixer.deepen_train(selection, takes):
-            continue
-        taken = {name: len(outcome.train) for name, outcome in selection.outcomes.items()}
-        ends |= {name: taken[name] for name, take in takes.items() if take is None or taken[name] < take}
-        settled = plan_takes(data, {name: ends.get(name, UNBOUNDED) for name in takes})
-        if settled == taken:
-            return mixer.finish(selection, limit)
-        takes = {name: None if source.take is None else settled[name] for name, source in data.sources.items()}
-        mixer.aim(takes)
+    with Workers(data.num_processes or num_cores(), on_row) as workers:
+        return Mixer(data, evaluation, workspace, workers, on_step).mix(limit)
 
 
 class Mixer:
     """The sources' pools and the steps between them."""
 
-    def __init__(self, data: DataConfig, evaluation: dict, workspace: Path, on_row: Callable, on_step: Callable):
+    def __init__(self, data: DataConfig, evaluation: dict, workspace: Path, workers: Workers, on_step: Callable):
         self.data, self.evaluation, self.workspace = data, evaluation, workspace
-        self.on_row, self.on_step = on_row, on_step
-        self.num_processes = data.num_processes or num_cores()
+        self.workers, self.on_step = workers, on_step
         self.pools = {
             name: Pool(name, source, data, workspace / str(number))
             for number, (name, source) in enumerate(data.sources.items())
         }
         self.texts = self.evaluation_path = self._write_texts([])
+
+    def mix(self, limit: int | None) -> Mix:
+        """Read, choose; again with more rows while sources that came out short have some, and with other takes where
+        data.allow_short lets others of a bucket fill in."""
+        takes: dict[str, int | None] = {name: source.take for name, source in self.data.sources.items()}
+        ends: dict[str, int] = {}  # rows of sources that turned out to have no more
+        self.aim(takes)
+        self.read(list(self.pools.values()))
+        while True:
+            self.hold_out()
+            selection = self.take(takes)
+            if self.deepen_train(selection, takes):
+                continue
+            taken = {name: len(outcome.train) for name, outcome in selection.outcomes.items()}
+            ends |= {name: taken[name] for name, take in takes.items() if take is None or taken[name] < take}
+            settled = plan_takes(self.data, {name: ends.get(name, UNBOUNDED) for name in takes})
+            if settled == taken:
+                return self.finish(selection, limit)
+            takes = {name: None if take is None else settled[name] for name, take in takes.items()}
+            self.aim(takes)
 
     # ------------------------------------------------------------ how much of each source
 
@@ -124,7 +128,7 @@ class Mixer:
     def read(self, pools: list[Pool]) -> None:
         """Sift these sources, one a process."""
         self.on_step(f"reading {', '.join(pool.name for pool in pools)}")
-        for pool, result in zip(pools, self._map(sift, [pool.sift_job() for pool in pools]), strict=True):
+        for pool, result in zip(pools, self.workers.map(sift, [pool.sift_job() for pool in pools]), strict=True):
             pool.sifted(result)
 
     def _prepare(self, sides: list[tuple[Pool, Side]], texts: Path) -> None:
@@ -133,13 +137,9 @@ class Mixer:
         if not work:
             return
         self.on_step(f"preparing {sum(len(job.places) for _, _, job in work):,} rows")
-        results = self._map(prepare, [job for _, _, job in work], ahead=2 * self.num_processes)
+        results = self.workers.map(prepare, [job for _, _, job in work], ahead=2)
         for (pool, side, _), result in zip(work, results, strict=True):
             pool.prepared(side, result)
-
-    def _map(self, function: Callable, jobs: list, ahead: int | None = None) -> Iterator:
-        processes = max(1, min(self.num_processes, len(jobs)))
-        return ordered_map(function, jobs, processes, ahead=ahead, on_count=self.on_row)
 
     def _deepen(self, short: list[tuple[Pool, Side, int]]) -> bool:
         """More rows of sides that lack some: from those kept at reading or, where they run out, by reading the source

@@ -159,10 +159,7 @@ class _Spool:
 
     def write(self, raw: RawRow, order: int) -> Place:
         # ASCII: a lone surrogate, which cleaning has yet to find, cannot be encoded otherwise.
-        content, place = (
-            json.dumps([getattr(raw, key) for key in keys], default=_opaque, skipkeys=True)
-            for keys in (_CONTENT, _PLACE)
-        )
+        content, place = (_ENCODER.encode([getattr(raw, key) for key in keys]) for keys in (_CONTENT, _PLACE))
         tie = int.from_bytes(sha256(content.encode("ascii")).digest()[:8], "big")
         line = f"[{content},{place}]\n".encode("ascii")
         live = sum(lowest.live_bytes for lowest in self.sides.values())
@@ -193,6 +190,9 @@ class _Spool:
 def _opaque(value: object) -> dict:
     """What JSON cannot hold (a date, bytes) is no text either: cleaning drops it by its kind."""
     return {"not_text": type(value).__name__}
+
+
+_ENCODER = json.JSONEncoder(default=_opaque, skipkeys=True)
 
 
 def read_places(spool: Path, places: list[Place]) -> Iterator[RawRow]:

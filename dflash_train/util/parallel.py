@@ -4,8 +4,8 @@ import multiprocessing
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 
 from dflash_train.util.errors import UserError
@@ -20,65 +20,78 @@ def num_cores() -> int:
 
 
 def count(number: int) -> None:
-    """Called inside a job: `number` more units are done; `ordered_map`'s on_count hears of it."""
+    """Called inside a job: `number` more units are done; the `on_count` of its Workers hears of it."""
     _count(number)
 
 
-def ordered_map(
-    function: Callable,
-    jobs: Iterable,
-    num_processes: int,
-    *,
-    ahead: int | None = None,
-    on_count: Callable[[int], None] = lambda number: None,
-) -> Iterator:
-    """function(job) for each job, in the order of jobs. function: a module's own; jobs and results go between
-    processes. ahead: at most so many results exist that have not been asked for (None = no bound). With one process
-    all runs here. An exception of a job is raised here; UserError when a process is killed."""
-    if num_processes == 1:
-        yield from _here(function, jobs, on_count)
-        return
-    context = multiprocessing.get_context("forkserver")  # fork would copy torch's threads, spawn would import it anew
-    main_spec = getattr(sys.modules["__main__"], "__spec__", None)
-    context.set_forkserver_preload([function.__module__, *([main_spec.name] if main_spec else [])])
-    total = context.Value("Q", 0)
-    seen = 0
-    pool = ProcessPoolExecutor(num_processes, context, _share_count, (total,))
-    waiting: deque = deque()
-    jobs = iter(jobs)
-    try:
-        while True:
-            while (ahead is None or len(waiting) < ahead) and (job := next(jobs, None)) is not None:
-                waiting.append(pool.submit(function, job))
-            if not waiting:
-                return
-            while not wait([waiting[0]], _POLL_S, FIRST_COMPLETED).done:
-                seen = _tell(total.value, seen, on_count)
-            seen = _tell(total.value, seen, on_count)
-            yield waiting.popleft().result()
-    except BrokenProcessPool:
-        raise UserError(
-            "a worker process was killed",
-            got=f"{num_processes} processes, most likely out of memory",
-            want="enough memory for all of them",
-            fix="data.num_processes=1",
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
+class Workers:
+    """A context manager with up to num_processes worker processes, started when there is work for more than one.
+    on_count: called in this process with what jobs `count`."""
 
+    def __init__(self, num_processes: int, on_count: Callable[[int], None] = lambda number: None):
+        self.num_processes, self.on_count = num_processes, on_count
+        self._pool: ProcessPoolExecutor | None = None
 
-def _here(function: Callable, jobs: Iterable, on_count: Callable[[int], None]) -> Iterator:
-    global _count
-    for job in jobs:
-        before, _count = _count, on_count
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def map(self, function: Callable, jobs: Sequence, ahead: int | None = None) -> Iterator:
+        """function(job) for each job, in the order of jobs. function: a module's own; jobs and results go between
+        processes. ahead: at most so many results a process exist that have not been asked for (None = no bound).
+        An exception of a job is raised here; UserError where a process was killed."""
+        if self.num_processes == 1 or len(jobs) <= 1:
+            yield from self._here(function, jobs)
+            return
+        if self._pool is None:
+            self._start(function.__module__)
+        waiting, todo = deque(), deque(jobs)
         try:
-            result = function(job)
-        finally:
-            _count = before
-        yield result
+            while todo or waiting:
+                while todo and (ahead is None or len(waiting) < ahead * self.num_processes):
+                    waiting.append(self._pool.submit(function, todo.popleft()))
+                while not wait([waiting[0]], _POLL_S).done:
+                    self._tell()
+                self._tell()
+                yield waiting.popleft().result()
+        except BrokenProcessPool:
+            raise UserError(
+                "a worker process was killed",
+                got=f"{self.num_processes} processes, most likely out of memory",
+                want="enough memory for all of them",
+                fix="data.num_processes=1",
+            ) from None
+
+    def _here(self, function: Callable, jobs: Sequence) -> Iterator:
+        global _count
+        for job in jobs:
+            before, _count = _count, self.on_count
+            try:
+                result = function(job)
+            finally:
+                _count = before
+            yield result
+
+    def _start(self, module: str) -> None:
+        # A fork of this process would copy torch's threads in whatever state they are; fresh ones would each import it.
+        context = multiprocessing.get_context("forkserver")
+        main_spec = getattr(sys.modules["__main__"], "__spec__", None)
+        context.set_forkserver_preload([module, *([main_spec.name] if main_spec else [])])
+        self._total, self._told = context.Value("Q", 0), 0
+        self._pool = ProcessPoolExecutor(self.num_processes, context, _share_count, (self._total,))
+
+    def _tell(self) -> None:
+        total = self._total.value
+        if total > self._told:
+            self.on_count(total - self._told)
+        self._told = total
 
 
 def _share_count(total) -> None:
+    """In a worker process: counts add up in memory that all of them share."""
     global _count
 
     def add(number: int) -> None:
@@ -86,9 +99,3 @@ def _share_count(total) -> None:
             total.value += number
 
     _count = add
-
-
-def _tell(value: int, seen: int, on_count: Callable[[int], None]) -> int:
-    if value > seen:
-        on_count(value - seen)
-    return value
