@@ -17,6 +17,7 @@ import torch
 from dflash_train import cli, plan, regenerate
 from dflash_train.config import ExtractRun
 from dflash_train.data.chat import Renderer, template_hash
+from dflash_train.data.mix_rows import heldout_ids
 from dflash_train.data.rendering import Row, Rows
 from dflash_train.records import HiddenShard
 from dflash_train.store import STORES, budget
@@ -201,7 +202,7 @@ def resolve(run: ExtractRun, files: TargetFiles) -> Setup:
 
 def render(setup: Setup) -> Rows:
     """Every answered sample as the target reads it, cut to extract.max_tokens."""
-    rows, max_tokens = Rows(), setup.run.extract.max_tokens
+    rows, max_tokens = Rows(heldout_ids(setup.run.mix_dir)), setup.run.extract.max_tokens
     renderer = Renderer(setup.files.tokenizer)
     for split, name in SPLITS.items():
         rows.add(read_jsonl(setup.run.answers_dir / name), split, renderer, max_tokens,

@@ -10,9 +10,17 @@ from sys import intern
 
 from dflash_train.records import Sample
 from dflash_train.util.errors import UserError
+from dflash_train.util.io import read_json
 
 FILES = {"train": "prompts.jsonl", "heldout": "heldout.jsonl", "reserve": "reserve.jsonl"}
 """Split -> file, in the order of the row numbers. A mix without a reserve has no file of it."""
+
+
+def heldout_ids(folder: Path) -> frozenset[str]:
+    """The ids that the mix in `folder` holds out, by its manifest; none where answers were copied without their mix, or
+    where an earlier version, whose mixes have no list, made it."""
+    manifest = folder / "manifest.json"
+    return frozenset(read_json(manifest).get("heldout_ids", ())) if manifest.exists() else frozenset()
 
 
 class MixRows:

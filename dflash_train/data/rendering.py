@@ -32,6 +32,7 @@ class Row:
 class Rows:
     """Sample id -> row, and what became of the rest."""
 
+    heldout_ids: frozenset[str] = frozenset()  # of the mix: never a train row
     rows: dict[str, Row] = field(default_factory=dict)
     dropped: Counter = field(default_factory=Counter)
     num_cut: int = 0
@@ -39,9 +40,13 @@ class Rows:
     def add(self, samples: Iterable[dict], split: str, renderer: Renderer, max_tokens: int,
             min_answer_tokens: int = 1) -> None:  # fmt: skip
         """Render JSON samples of one split. An answer that came with the data, not from the target, must have
-        min_answer_tokens. Raises UserError for an id that comes twice."""
+        min_answer_tokens. Raises UserError for an id that comes twice and for a held-out row among train rows."""
         for line in samples:
             sample = Sample.from_json(line)
+            if split == "train" and (sample.split == "heldout" or sample.id in self.heldout_ids):
+                raise UserError(f"sample {sample.id}", got="held out by the mix, and among the rows to train on",
+                                want="held-out rows in heldout.jsonl alone",
+                                fix="delete the answers and run regenerate again")  # fmt: skip
             try:
                 rendered = renderer.render(sample)
             except RenderDrop as drop:
