@@ -124,9 +124,10 @@ def preflight(run: Run, weights) -> None:
         plan.check_disk(run.answers_dir, on_disk),
         *([plan.check_device(run), plan.check_memory(in_memory)] if loaded else []),
     ]
-    at_once = f"{answers.client.concurrency} on {answers.server}" if answers.server else f"{answers.batch_size}"
+    at_once = answers.client.concurrency if answers.server else answers.batch_size
+    where = f" on {answers.server}" if answers.server else ""
     todo = [f"regenerate: {run.target.name} answers {f'{rows:,} prompts' if rows else 'the mix'}, up to "
-            f"{answers.max_new_tokens} tokens each, {at_once} at a time, into {run.answers_dir} "
+            f"{answers.max_new_tokens} tokens each, {at_once} at a time{where}, into {run.answers_dir} "
             f"(at most {human_bytes(text_bytes)})"]  # fmt: skip
     if loaded and (slow := bfloat16_problem(run)):
         todo.append(slow)

@@ -8,9 +8,26 @@ import threading
 import time
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
+import pytest
+from helpers_data import mix_manifest
+
+from dflash_train.config import (
+    AnswersConfig,
+    ClientConfig,
+    DataConfig,
+    HardwareConfig,
+    RegenerateRun,
+    SamplingConfig,
+    SourceConfig,
+    TargetConfig,
+)
+from dflash_train.records import Sample
 from dflash_train.target.tiny import tiny_tokenizer
+from dflash_train.util.io import read_jsonl, write_json, write_jsonl
 
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu")
 END = 2  # <|im_end|>
@@ -150,3 +167,48 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError:  # the client is gone
             self.close_connection = True
             return False
+
+
+# ---------------------------------------------------------------- runs against it
+
+
+def make_sample(i: int, split: str = "train", source: str = "one", text: str | None = None) -> Sample:
+    messages = [{"role": "user", "content": text or f"question {i}, please?"}]
+    return Sample(f"{source}/{i}", source, "MIT", "chat", split, "on" if i % 3 == 0 else "off", messages)
+
+
+def served_run(folder, url: str | None, num_train: int = 40, train=None, reserve=(), client=None,
+               **changes) -> RegenerateRun:  # fmt: skip
+    """A run on the tiny target's tokenizer, its mix written on first use."""
+    quick = {"concurrency": 8, "timeout_s": 1.0, "patience_s": 20.0, "backoff_s": 0.02, "retries": 4}
+    client = ClientConfig(**quick | (client or {}))
+    answers = AnswersConfig(max_new_tokens=200, greedy_share=0.3, server=url, client=client,
+                            off=SamplingConfig(0.7, 0.8, 20), on=SamplingConfig(1.0, 0.95, 20))  # fmt: skip
+    data = DataConfig(name="toy", sources={"one": SourceConfig(path="x")}, answers=replace(answers, **changes))
+    run = RegenerateRun("regenerate", f"{folder}/run", str(folder), hardware=HardwareConfig("cpu"), data=data,
+                        target=TargetConfig(name="tiny", kind="tiny", dtype="float32", mask_token_id=127))  # fmt: skip
+    if not run.mix_dir.exists():
+        train = [make_sample(i) for i in range(num_train)] if train is None else train
+        splits = {"prompts": train, "heldout": [make_sample(1000 + i, "heldout") for i in range(3)], "reserve": reserve}
+        for name, samples in splits.items():
+            if name != "reserve" or samples:
+                write_jsonl(run.mix_dir / f"{name}.jsonl", (sample.to_json() for sample in samples))
+        write_json(run.mix_dir / "manifest.json", mix_manifest(run.data))
+    return run
+
+
+@pytest.fixture(name="fake")
+def fake_servers():
+    servers = []
+
+    def make(*arguments, **options) -> FakeServer:
+        servers.append(FakeServer(*arguments, **options))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.stop()
+
+
+def rows_of(folder: Path) -> list[dict]:
+    return [row for name in ("samples.jsonl", "heldout.jsonl") for row in read_jsonl(folder / name)]

@@ -1,7 +1,6 @@
 """Regeneration on a real HTTP server that stalls, fails, cuts bodies and restarts, and with a client that is killed:
 the final set is that of a sound run, and nothing that was answered is asked again."""
 
-import dataclasses
 import json
 import os
 import signal
@@ -12,73 +11,18 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers_data import mix_manifest
-from helpers_server import FakeServer, question_key
+from helpers_server import FakeServer, fake_servers, make_sample, question_key, rows_of, served_run  # noqa: F401
 from helpers_target import one_thread  # noqa: F401
 
 from dflash_train import regenerate
-from dflash_train.config import (
-    AnswersConfig,
-    ClientConfig,
-    DataConfig,
-    HardwareConfig,
-    RegenerateRun,
-    SamplingConfig,
-    SourceConfig,
-    TargetConfig,
-)
 from dflash_train.data.chat import Renderer
 from dflash_train.records import Sample
 from dflash_train.target.tiny import tiny_tokenizer
 from dflash_train.util.errors import UserError
-from dflash_train.util.io import read_json, read_jsonl, write_json, write_jsonl
+from dflash_train.util.io import read_json, read_jsonl
 from dflash_train.util.provenance import stable_hash
 
 FAULTS = ("500", "429", "503", "cut", "cut, of no stated length", "aborted")
-
-
-def make_sample(i: int, split: str = "train", source: str = "one", text: str | None = None) -> Sample:
-    messages = [{"role": "user", "content": text or f"question {i}, please?"}]
-    return Sample(f"{source}/{i}", source, "MIT", "chat", split, "on" if i % 3 == 0 else "off", messages)
-
-
-def served_run(folder, url: str | None, num_train: int = 40, train=None, reserve=(), client=None,
-               **changes) -> RegenerateRun:  # fmt: skip
-    """A run on the tiny target's tokenizer, its mix written on first use."""
-    quick = {"concurrency": 8, "timeout_s": 1.0, "patience_s": 20.0, "backoff_s": 0.02, "retries": 4}
-    client = ClientConfig(**quick | (client or {}))
-    answers = AnswersConfig(max_new_tokens=200, greedy_share=0.3, server=url, client=client,
-                            off=SamplingConfig(0.7, 0.8, 20), on=SamplingConfig(1.0, 0.95, 20))  # fmt: skip
-    data = DataConfig(
-        name="toy", sources={"one": SourceConfig(path="x")}, answers=dataclasses.replace(answers, **changes)
-    )
-    run = RegenerateRun("regenerate", f"{folder}/run", str(folder), hardware=HardwareConfig("cpu"), data=data,
-                        target=TargetConfig(name="tiny", kind="tiny", dtype="float32", mask_token_id=127))  # fmt: skip
-    if not run.mix_dir.exists():
-        train = [make_sample(i) for i in range(num_train)] if train is None else train
-        splits = {"prompts": train, "heldout": [make_sample(1000 + i, "heldout") for i in range(3)], "reserve": reserve}
-        for name, samples in splits.items():
-            if name != "reserve" or samples:
-                write_jsonl(run.mix_dir / f"{name}.jsonl", (sample.to_json() for sample in samples))
-        write_json(run.mix_dir / "manifest.json", mix_manifest(run.data))
-    return run
-
-
-@pytest.fixture
-def fake():
-    servers = []
-
-    def make(*arguments, **options) -> FakeServer:
-        servers.append(FakeServer(*arguments, **options))
-        return servers[-1]
-
-    yield make
-    for server in servers:
-        server.stop()
-
-
-def rows_of(folder: Path) -> list[dict]:
-    return [row for name in ("samples.jsonl", "heldout.jsonl") for row in read_jsonl(folder / name)]
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +119,7 @@ CLIENT = """
 import sys
 from pathlib import Path
 from dflash_train import regenerate
-from test_regenerate_server import served_run
+from helpers_server import served_run
 regenerate.ensure_answers(served_run(Path(sys.argv[1]), sys.argv[2], num_train=60))
 """
 
@@ -314,83 +258,3 @@ def test_shares_asked_by_several_workers_merge_into_what_one_run_gives(tmp_path,
     assert len(server.bodies) == asked and rows_of(run.answers_dir) == sound()
     with pytest.raises(UserError, match="this needs all the answers"):
         regenerate.ensure_answers(served_run(tmp_path, server.url, worker="0/3"))
-
-
-# ---------------------------------------------------------------- before the bill starts
-
-
-def thoughtless(server, body):
-    reply = server.plain_answer(body)
-    text = reply["text"].rpartition("</think>\n\n")[2]
-    return {**reply, "text": text, "token_ids": [*server.tokenizer.encode(text, add_special_tokens=False), 2]}
-
-
-def thinking_always(server, body):
-    reply = server.plain_answer(body)
-    ids = server.tokenizer.encode("<think>\nhm\n</think>\n\nyes", add_special_tokens=False)
-    return {**reply, "token_ids": [*ids, 2]}
-
-
-def stuck(server, body):
-    return {**server.plain_answer(body), "token_ids": [50] * 200, "finish_reason": "length"}
-
-
-def endless(server, body):
-    return {**server.plain_answer(body), "finish_reason": "length"}
-
-
-def rewritten(server, body):
-    return {**server.plain_answer(body), "prompt_token_ids": [1, *body["prompt"]]}
-
-
-@pytest.mark.parametrize("answer, said", [
-    (thoughtless, "thinking is on, and there is no reasoning: 4 of 4"),
-    (thinking_always, "thinking is off, and there is reasoning: 4 of 4"),
-    (stuck, "the same words over and over: 8 of 8"),
-    (endless, "not a possible answer: 8 of 8"),
-    (lambda server, body: {**server.plain_answer(body), "token_ids": [], "text": ""}, "empty: 8 of 8"),
-    (lambda server, body: {**server.plain_answer(body), "token_ids": [5000, 2]}, "not a possible answer: 8 of 8"),
-    (rewritten, "changed the prompt"),
-], ids=["no thoughts", "always thoughts", "stuck", "short length", "empty", "foreign ids", "other prompt"])  # fmt: skip
-def test_a_server_that_answers_as_the_target_would_not_is_found_by_the_first_eight_questions(
-    tmp_path, fake, answer, said
-):
-    server = fake()
-    server.answer = lambda body: answer(server, body)
-    with pytest.raises(UserError, match=said):
-        regenerate.ensure_answers(served_run(tmp_path, server.url))
-    assert len(server.bodies) <= 8
-
-
-def test_greedy_answers_are_compared_with_our_own_loop_where_the_target_is_loaded_here(tmp_path, fake, tiny_answers):
-    """The server is backed by the same tiny model, then by one of other weights."""
-    for seed in (0, 1):
-        server = fake(tiny_answers(seed))
-        run = served_run(tmp_path / str(seed), server.url, num_train=2, max_new_tokens=20, client={"compare": True})
-        if seed == 0:
-            regenerate.ensure_answers(run)
-        else:
-            with pytest.raises(UserError, match=r"greedy answers(.|\n)*is not this target's"):
-                regenerate.ensure_answers(run)
-
-
-@pytest.fixture
-def tiny_answers(monkeypatch):
-    """seed of the weights -> what such a model says. It does not think, which is not what is tried here."""
-    from helpers_target import tiny
-
-    monkeypatch.setattr(regenerate, "check_probes", lambda *a: {})
-
-    def backed_by(seed: int):
-        target, lock = tiny(seed=seed), threading.Lock()
-
-        def answer(body: dict) -> dict:
-            with lock:
-                ((ids, reason),) = target.answer([body["prompt"]], max_new_tokens=body["max_tokens"], seed=body["seed"],
-                                                 temperature=body["temperature"], top_p=body["top_p"],
-                                                 top_k=max(0, body["top_k"]))  # fmt: skip
-            return {"text": target.tokenizer.decode(ids), "token_ids": ids, "finish_reason": reason}
-
-        return answer
-
-    return backed_by
