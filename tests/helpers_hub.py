@@ -1,22 +1,18 @@
 """A data-set hub on loopback for tests: real files, git-like digests, ranges, gates, and faults on request.
 
 It speaks what huggingface_hub and datasets ask of a hub (info, auth-check, refs, tree, paths-info, resolve with ETag
-and Range) and the dataset viewer's /size. `at_hub` points the client libraries of this process at it; a subprocess
-needs only `environment(...)`.
+and Range) and the dataset viewer's /size. helpers_hub_client.py points the client libraries at it.
 """
 
 import hashlib
 import io
 import json
-import os
 import re
 import threading
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN = "hf_" + "a" * 34
@@ -296,59 +292,3 @@ def _tree(files: dict[str, bytes], folder: str, recursive: bool) -> list[dict]:
         if recursive or len(inner) == 1:
             out.append(_entry(path, content))
     return out
-
-
-# ---------------------------------------------------------------- the client side
-
-
-def environment(hub_url: str, home: Path, token: str | None = None) -> dict[str, str]:
-    """For a subprocess: the hub's address, caches of its own, no credentials but `token`."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
-    own = {"HF_ENDPOINT": hub_url, "HF_HOME": str(home / "hf"), "DFLASH_CACHE": str(home / "cache"),
-           "HF_HUB_DOWNLOAD_TIMEOUT": "2", "HF_HUB_ETAG_TIMEOUT": "2", "HF_HUB_DISABLE_TELEMETRY": "1"}  # fmt: skip
-    return {**kept, **own, **({"HF_TOKEN": token} if token else {})}
-
-
-@contextmanager
-def at_hub(hub_url: str, home: Path, monkeypatch, token: str | None = None):
-    """Point this process's huggingface_hub and datasets at the hub: the one place that knows their constants."""
-    import datasets
-    import huggingface_hub
-    from huggingface_hub import constants, file_download
-    from huggingface_hub.utils import _http
-
-    from dflash_train.data.hub import hub
-
-    for key, value in environment(hub_url, home, token).items():
-        if key in ("DFLASH_CACHE", "HF_TOKEN"):
-            monkeypatch.setenv(key, value)
-    if token is None:
-        monkeypatch.delenv("HF_TOKEN", raising=False)
-        monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
-    template = hub_url + "/{repo_id}/resolve/{revision}/{filename}"
-    for module in (constants, file_download):
-        if "HUGGINGFACE_CO_URL_TEMPLATE" in vars(module):
-            monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    values = {"ENDPOINT": hub_url, "HF_HUB_CACHE": str(home / "hf" / "hub"), "HF_HUB_DOWNLOAD_TIMEOUT": 20,
-              "HF_TOKEN_PATH": str(home / "no-token"), "HF_HUB_OFFLINE": False}  # fmt: skip
-    for key, value in values.items():
-        monkeypatch.setattr(constants, key, value)
-    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub_url)
-    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub_url)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(datasets.config, "HUB_DATASETS_URL", hub_url + "/datasets/{repo_id}/resolve/{revision}/{path}")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(home / "hf" / "datasets"))
-    monkeypatch.setattr(_http, "time", _NoSleep())  # the library's own pauses between tries
-    forget = (huggingface_hub.HfFileSystem.clear_instance_cache, hub.cache_clear)
-    for clear in forget:
-        clear()
-    yield
-    for clear in forget:
-        clear()
-
-
-class _NoSleep:
-    """The time module without waiting."""
-
-    def __getattr__(self, name: str):
-        return (lambda seconds: None) if name == "sleep" else getattr(time, name)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from helpers_data import prompts, write_rows
-from helpers_hub import Hub, at_hub, jsonl
+from helpers_hub import Hub, jsonl
+from helpers_hub_client import at_hub
 from hydra import compose, initialize_config_dir
 
 from dflash_train import cli, mix
