@@ -1,4 +1,4 @@
-"""Worker processes: results in the order of the jobs, counts and errors come through, a killed process is one message."""
+"""Worker processes: results in the order of the jobs; counts and errors come through; a killed one is one message."""
 
 import os
 import signal
