@@ -125,13 +125,14 @@ def checks(run: Run) -> list[Check]:
 
 def todo(run: Run) -> list[str]:
     """What mixing will do."""
+    files = [name for split, name in FILES.items() if split != "reserve" or run.data.reserve_fraction]
     wanted = {name: "all" if source.take is None else f"{source.take:,}" for name, source in run.data.sources.items()}
     return [
         f"mix: recipe {run.data.name}, {len(wanted)} source(s): "
         + ", ".join(f"{count} of {n}" for n, count in wanted.items()),
         f"     hold out {run.data.heldout_fraction:.1%} a source, decontaminate against "
         + (", ".join(run.data.decontaminate) or "nothing"),
-        f"     -> {run.mix_dir}/ (prompts.jsonl, heldout.jsonl, manifest.json, card.html)"
+        f"     -> {run.mix_dir}/ ({', '.join([*files, 'manifest.json', 'card.html'])})"
         + (f", limit {run.limit}" if run.limit else ""),
     ]
 

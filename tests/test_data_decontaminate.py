@@ -82,3 +82,29 @@ def test_equals_a_plain_search_over_all_windows():
         assert (found.hit(" ".join(text)) is not None) == plain
         hits += plain
     assert 40 < hits < 360
+
+
+def test_a_function_of_the_same_name_and_docstring_is_a_hit_however_short_both_are():
+    item = 'def add(x, y):\n    """Add two numbers x and y.\n\n    >>> add(2, 3)\n    5\n    """\n'
+    found = Decontaminator({"code": [(item.replace(">>>", "e.g."), "return x + y")]})
+    same = 'Write the body.\n```python\ndef add(a: int, b: int) -> int:\n    """{}"""\n```'
+    doc = "Add two numbers x and y. e.g. add(2, 3) 5"
+    assert found.hit(same.format(doc)) == "code"
+    assert found.hit(same.format(doc).replace("add(a", "plus(a")) is None
+    assert found.hit(same.format("Adds numbers.")) is None
+    assert Decontaminator({"code": [("return x + y",)]}).hit(same.format("")) is None
+
+
+def test_tasks_that_count_by_full_grams_alone_ignore_short_turns():
+    short = "please write this again in a more formal tone"
+    assert Decontaminator({"heldout": [(short, "Go on.")]}).hit(short) == "heldout"
+    found = Decontaminator({"heldout": [(short, "Go on.", LONG)]}, long_only=("heldout",))
+    assert found.hit(short) is None and found.hit("Go on.") is None
+    assert found.hit(f"and so {LONG}") == "heldout"
+
+
+def test_the_task_of_the_earliest_gram_is_named_and_no_text_hits_nothing():
+    one, two = (" ".join(f"{w}{i}" for i in range(13)) for w in "ab")
+    found = Decontaminator({"one": [(one,)], "two": [(two,)]})
+    assert found.hit(f"{two} {one}") == "two" and found.hit(f"{one} {two}") == "one"
+    assert found.hit("") is None and Decontaminator({}).hit(LONG) is None

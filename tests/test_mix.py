@@ -56,6 +56,23 @@ def test_the_recipes_ask_for_the_documented_numbers(tmp_path):
         assert all(source.license != "unknown" for source in run.data.sources.values())
 
 
+def test_mix914k_is_what_its_table_says(tmp_path):
+    data = make_run(tmp_path, "+data=mix914k").data
+    by_bucket = {}
+    for source in data.sources.values():
+        by_bucket[source.bucket] = by_bucket.get(source.bucket, 0) + source.take
+    assert by_bucket == {"math": 150_000, "stem": 90_000, "code": 328_000, "chat": 270_000, "tools": 65_000,
+                         "agentic": 10_786}  # fmt: skip
+    assert data.total == sum(by_bucket.values()) and set(data.thinking_share) == set(by_bucket)
+    assert data.near_duplicates.buckets == ["code", "math"] and data.sources["openorca"].caps == {"t0": 0.5, "niv": 0.5}
+    order = list(data.sources)
+    assert order.index("hermes_fc") < order.index("glaive_fc"), "of rows that both have, Hermes' are the better ones"
+    assert {name for name, source in data.sources.items() if source.options.get("gated")} == {
+        "nemo_math", "nemo_stem", "nemo_code", "nemo_chat", "xlam"
+    }  # fmt: skip
+    assert "heldout" in data.decontaminate and data.reserve_fraction == 0.05
+
+
 def test_sources_are_added_and_removed_by_name(tmp_path):
     run = make_run(tmp_path, "data=demo", "+data.sources.mine.path=x.jsonl", "~data.sources.evals")
     assert list(run.data.sources) == ["stdlib", "pydoc", "bfcl", "chatterbot", "mine"]
@@ -127,6 +144,24 @@ def test_files_and_manifest_agree(tmp_path):
     assert entry["written"] == manifest["rows"] and manifest["thinking"]["train"] == {"chat/off": len(train)}
     assert manifest["files"]["prompts.jsonl"]["sha256"] == sha256_file(folder / "prompts.jsonl")
     assert manifest["seed"] == 0 and manifest["code_version"] and manifest["recipe_hash"]
+    assert manifest["heldout_ids"] == sorted(row["id"] for row in heldout)
+
+
+def test_a_reserve_is_written_where_asked_for_and_goes_where_not(tmp_path):
+    with_reserve = mine(tmp_path, "data.reserve_fraction=0.1", "data.sources.mine.take=30")
+    folder = mix.ensure_mix(with_reserve)
+    rows = list(read_jsonl(folder / "reserve.jsonl"))
+    manifest = read_json(folder / "manifest.json")
+    assert len(rows) == manifest["rows"]["reserve"] == manifest["sources"]["mine"]["reserve"] == 3
+    assert manifest["files"]["reserve.jsonl"]["sha256"] == sha256_file(folder / "reserve.jsonl")
+    mix.ensure_mix(mine(tmp_path, "data.sources.mine.take=30"))
+    assert not (folder / "reserve.jsonl").exists()
+
+
+def test_the_number_of_processes_is_no_part_of_a_recipe(tmp_path, monkeypatch):
+    mix.ensure_mix(mine(tmp_path))
+    monkeypatch.setattr(mix, "build_mix", None)
+    mix.ensure_mix(mine(tmp_path, "data.num_processes=1"))
 
 
 def test_a_complete_mix_is_reused_until_recipe_limit_or_input_change(tmp_path, monkeypatch):
