@@ -16,8 +16,8 @@ import torch
 
 from dflash_train import cli, plan, regenerate
 from dflash_train.config import ExtractRun
+from dflash_train.data.answers.mix_rows import heldout_ids
 from dflash_train.data.chat import Renderer, template_hash
-from dflash_train.data.mix_rows import heldout_ids
 from dflash_train.data.rendering import Row, Rows
 from dflash_train.records import HiddenShard
 from dflash_train.store import STORES, budget

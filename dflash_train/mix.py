@@ -21,9 +21,9 @@ from dflash_train.bench.contamination import contamination_texts, evaluation_fac
 from dflash_train.config import DataConfig, Run
 from dflash_train.data.card import write_card
 from dflash_train.data.hub import pin, recorded_revisions
-from dflash_train.data.hub_files import download
+from dflash_train.data.hub.files import download
+from dflash_train.data.mixing.pool import SourceReport
 from dflash_train.data.mixture import Mix, build_mix
-from dflash_train.data.pool import SourceReport
 from dflash_train.data.reachable import COLUMNS, download_need, source_need, source_rows
 from dflash_train.data.recipe import recipe_hash
 from dflash_train.plan import check_disk, preflight

@@ -15,17 +15,17 @@ from pathlib import Path
 
 from dflash_train import cli, mix, plan
 from dflash_train.config import RegenerateRun, Run
-from dflash_train.data import answers as rules
-from dflash_train.data.answering import Work
+from dflash_train.data.answers import rules
+from dflash_train.data.answers.identity import check_identity, make_identity, open_parts
+from dflash_train.data.answers.journal import Journal, claim
+from dflash_train.data.answers.mix_rows import FILES, MixRows
+from dflash_train.data.answers.probes import Probe, check_probes
+from dflash_train.data.answers.served import Served
+from dflash_train.data.answers.server import Server
+from dflash_train.data.answers.work import Work
 from dflash_train.data.card import write_card
 from dflash_train.data.chat import Renderer
-from dflash_train.data.identity import check_identity, make_identity, open_parts
-from dflash_train.data.journal import Journal, claim
-from dflash_train.data.mix_rows import FILES, MixRows
-from dflash_train.data.probes import Probe, check_probes
 from dflash_train.data.recipe import NO_PART_OF_A_MIX
-from dflash_train.data.served import Served
-from dflash_train.data.server import Server
 from dflash_train.decode.batched import Batches
 from dflash_train.decode.greedy import check_greedy
 from dflash_train.target import TARGETS

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from dflash_train.data.answers import answered, drop_reason
+from dflash_train.data.answers.rules import answered, drop_reason
+from dflash_train.data.answers.tool_calls import tool_calls
+from dflash_train.data.answers.windows import Limits, cut_middle, fit, head_length, legal_cuts
 from dflash_train.data.chat import RenderDrop, Renderer
 from dflash_train.data.rendering import Rows
-from dflash_train.data.tool_calls import tool_calls
-from dflash_train.data.windows import Limits, cut_middle, fit, head_length, legal_cuts
 from dflash_train.records import Sample
 from dflash_train.target.tiny import tiny_tokenizer
 

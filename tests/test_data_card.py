@@ -11,14 +11,13 @@ from markdown_it import MarkdownIt
 from test_mix import make_run
 
 from dflash_train import mix
-from dflash_train.data import card_parts as parts
-from dflash_train.data import card_rows
-from dflash_train.data.card import write_card
-from dflash_train.data.card_facts import build_card
-from dflash_train.data.card_html import page
-from dflash_train.data.card_markdown import fenced, inline, markdown, visible
-from dflash_train.data.card_parts import Card, Example, Section, Table
-from dflash_train.data.card_rows import RowCounts, language
+from dflash_train.data.card import parts, write_card
+from dflash_train.data.card import rows as card_rows
+from dflash_train.data.card.facts import build_card
+from dflash_train.data.card.html import page
+from dflash_train.data.card.markdown import fenced, inline, markdown, visible
+from dflash_train.data.card.parts import Card, Example, Section, Table
+from dflash_train.data.card.rows import RowCounts, language
 from dflash_train.records import Sample
 from dflash_train.util.io import read_json, read_jsonl, write_jsonl
 

@@ -2,7 +2,7 @@
 
 import random
 
-from dflash_train.data.decontaminate import (
+from dflash_train.data.mixing.decontaminate import (
     MAX_ITEMS,
     MIN_CONTAINED_WORDS,
     NUM_CJK_CHARS,

@@ -17,11 +17,13 @@ from helpers_hub_client import CARD, NAME, ROOT, at_hub, columns, conversations,
 
 from dflash_train.bench import contamination
 from dflash_train.config import SourceConfig
-from dflash_train.data import hub_errors, hub_survey, reachable
+from dflash_train.data import reachable
 from dflash_train.data.forms import FORMS
 from dflash_train.data.hub import Hub as Client
+from dflash_train.data.hub import errors as hub_errors
 from dflash_train.data.hub import hub as client
 from dflash_train.data.hub import pin
+from dflash_train.data.hub import survey as hub_survey
 from dflash_train.data.recipe import read_source
 from dflash_train.util.errors import UserError
 

@@ -14,7 +14,8 @@ from helpers_data import recipe
 from helpers_hub import Fault, Hub, jsonl, parquet
 from helpers_hub_client import NAME, ROOT, at_hub, environment
 
-from dflash_train.data import hub_errors, hub_files
+from dflash_train.data.hub import errors as hub_errors
+from dflash_train.data.hub import files as hub_files
 from dflash_train.data.hub import hub as client
 from dflash_train.data.hub import pin
 from dflash_train.util.errors import UserError
@@ -170,7 +171,8 @@ def test_one_failed_file_stops_the_others_and_says_which_source(server):
 
 CHILD = f"""
 from dflash_train.config import DataConfig, SourceConfig
-from dflash_train.data import hub, hub_files
+from dflash_train.data import hub
+from dflash_train.data.hub import files as hub_files
 hub_files.CHUNK_BYTES, hub_files.DOWNLOADS_AT_ONCE = 10_000, 1
 hub_files.download(hub.pin(DataConfig("mine", sources={{"mine": SourceConfig(kind="hub", path="{NAME}")}})).sources)
 """

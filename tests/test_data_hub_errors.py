@@ -8,7 +8,8 @@ from helpers_hub import TOKEN, Fault, Hub, jsonl, parquet
 from helpers_hub_client import CARD, NAME, at_hub, columns, conversations, files, rows_of, source, with_counts
 
 from dflash_train.config import SourceConfig
-from dflash_train.data import hub_errors, reachable
+from dflash_train.data import reachable
+from dflash_train.data.hub import errors as hub_errors
 from dflash_train.data.hub import hub as client
 from dflash_train.util.errors import UserError
 

@@ -10,7 +10,9 @@ from helpers_hub import Hub, jsonl, parquet
 from helpers_hub_client import NAME, ROOT, at_hub, mix_run
 
 from dflash_train import cli, mix
-from dflash_train.data import hub_errors, hub_files, reachable
+from dflash_train.data import reachable
+from dflash_train.data.hub import errors as hub_errors
+from dflash_train.data.hub import files as hub_files
 from dflash_train.data.hub import hub as client
 from dflash_train.util.errors import UserError
 from dflash_train.util.io import read_json, read_jsonl

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_train.config import DataConfig, SourceConfig
-from dflash_train.data.candidates import prompt_ends
+from dflash_train.data.mixing.candidates import prompt_ends
 from dflash_train.data.recipe import plan_takes
 from dflash_train.records import Sample
 from dflash_train.util.errors import UserError

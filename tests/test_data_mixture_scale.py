@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_train.config import SourceConfig
-from dflash_train.data import mixture, pool, sift
+from dflash_train.data import mixture
 from dflash_train.data.forms import RawRow
-from dflash_train.data.sift import Lowest, Place, SiftJob, read_places
+from dflash_train.data.mixing import pool, sift
+from dflash_train.data.mixing.sift import Lowest, Place, SiftJob, read_places
 from dflash_train.util.provenance import stable_hash
 
 WORDS = [f"word{i}" for i in range(300)]

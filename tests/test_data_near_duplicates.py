@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_train.data import near_duplicates
-from dflash_train.data.near_duplicates import BANDS, NearIndex, band_groups, jaccard, shingles, signature
+from dflash_train.data.mixing import near_duplicates
+from dflash_train.data.mixing.near_duplicates import BANDS, NearIndex, band_groups, jaccard, shingles, signature
 
 WORDS = [f"w{i}" for i in range(500)]
 

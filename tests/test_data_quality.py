@@ -6,7 +6,7 @@ import random
 from helpers_data import mixed, recipe, write_rows
 
 from dflash_train.config import QualityConfig
-from dflash_train.data.quality import longest_base64, poor, repeated_share
+from dflash_train.data.mixing.quality import longest_base64, poor, repeated_share
 
 LIMITS = QualityConfig(repeated_lines=0.9, base64_bytes=2000)
 BLOB = base64.b64encode(random.Random(0).randbytes(3000)).decode()

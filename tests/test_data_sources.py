@@ -4,12 +4,10 @@ import gzip
 import json
 
 import pytest
-from helpers_data import FIXTURES, outcome, read_all, recipe, write_rows
+from helpers_data import FIXTURES, outcome, read_all, write_rows
 
-from dflash_train.config import SourceConfig
 from dflash_train.data import row_files
 from dflash_train.data.forms import detect
-from dflash_train.data.recipe import read_source
 from dflash_train.util.errors import UserError
 
 

@@ -166,7 +166,9 @@ def test_the_number_of_processes_is_no_part_of_a_recipe(tmp_path, monkeypatch):
 
 def test_a_complete_mix_is_reused_until_recipe_limit_or_input_change(tmp_path, monkeypatch):
     reads = []
-    monkeypatch.setattr("dflash_train.data.sift.read_source", lambda *args: reads.append(1) or read_source(*args))
+    monkeypatch.setattr(
+        "dflash_train.data.mixing.sift.read_source", lambda *args: reads.append(1) or read_source(*args)
+    )
     mix.ensure_mix(mine(tmp_path))
     mix.ensure_mix(mine(tmp_path, "data.answers.batch_size=3"))  # regenerate's business
     assert len(reads) == 1

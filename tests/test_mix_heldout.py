@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dflash_train.data.mix_rows import heldout_ids
+from dflash_train.data.answers.mix_rows import heldout_ids
 from dflash_train.data.rendering import Rows
 from dflash_train.util.errors import UserError
 

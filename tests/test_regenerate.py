@@ -17,7 +17,7 @@ from dflash_train.config import (
     SourceConfig,
     TargetConfig,
 )
-from dflash_train.data import answers as rules
+from dflash_train.data.answers import rules
 from dflash_train.data.chat import Renderer
 from dflash_train.records import Sample
 from dflash_train.target import hf, tiny

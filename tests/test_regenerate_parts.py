@@ -9,11 +9,11 @@ import httpx
 import pytest
 
 from dflash_train.config import AnswersConfig, ClientConfig, TargetConfig
-from dflash_train.data import server as asking
-from dflash_train.data.answers import Sampling, refill
-from dflash_train.data.completions import Retry, read_choice, request_id, retry_after_s
-from dflash_train.data.journal import Journal, Writer, claim
-from dflash_train.data.windows import limits_of
+from dflash_train.data.answers import server as asking
+from dflash_train.data.answers.completions import Retry, read_choice, request_id, retry_after_s
+from dflash_train.data.answers.journal import Journal, Writer, claim
+from dflash_train.data.answers.rules import Sampling, refill
+from dflash_train.data.answers.windows import limits_of
 from dflash_train.target import tiny
 from dflash_train.target.tiny import tiny_tokenizer
 from dflash_train.util.errors import UserError

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from dflash_train.bench.prompts import TASKS, file_prompts
 from dflash_train.config import SourceConfig
-from dflash_train.data.candidates import HELDOUT_TASK
 from dflash_train.data.hub import hub
-from dflash_train.data.hub_files import hub_rows
+from dflash_train.data.hub.files import hub_rows
+from dflash_train.data.mixing.candidates import HELDOUT_TASK
 from dflash_train.data.reachable import source_need, wheel_need
 from dflash_train.util.checks import Check
 from dflash_train.util.errors import UserError

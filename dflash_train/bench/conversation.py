@@ -1,7 +1,7 @@
 """An evaluation conversation being held: the next turn as the target reads it, with its own answers as history."""
 
 from dflash_train.bench.prompts import EvalPrompt
-from dflash_train.data.answers import answer_message
+from dflash_train.data.answers.rules import answer_message
 from dflash_train.data.chat import Renderer
 from dflash_train.records import Sample
 

@@ -1,9 +1,9 @@
 """The one mixer: read every source, clean, filter, deduplicate, hold out, take by hash order, shuffle. A pure function
 of its inputs, whatever the number of processes.
 
-    sift       each source is read once; the rows whose hash may be low enough wait in a raw spool         sift.py
-    prepare    those that are needed: clean, cut to a prompt, length, what filters compare           candidates.py
-    choose     held-out rows of all sources first, then source by source until each has its take      selection.py
+    sift       each source is read once; the rows whose hash may be low enough wait in a raw spool  mixing/sift.py
+    prepare    those that are needed: clean, cut to a prompt, length, what filters compare    mixing/candidates.py
+    choose     held-out rows of all sources first, then source by source until each has its take mixing/selection.py
     order      one seeded shuffle over all
 
 Sampling is without replacement: within a source rows stand in the order of sha256(seed|source|id) and the first `take`
@@ -22,12 +22,12 @@ from pathlib import Path
 import numpy as np
 
 from dflash_train.config import DataConfig
-from dflash_train.data.candidates import HELDOUT_TASK, Candidate, asked_text, prepare
-from dflash_train.data.near_duplicates import NearIndex
-from dflash_train.data.pool import Pool, Side, SourceReport
+from dflash_train.data.mixing.candidates import HELDOUT_TASK, Candidate, asked_text, prepare
+from dflash_train.data.mixing.near_duplicates import NearIndex
+from dflash_train.data.mixing.pool import Pool, Side, SourceReport
+from dflash_train.data.mixing.selection import Selection
+from dflash_train.data.mixing.sift import sift
 from dflash_train.data.recipe import plan_takes
-from dflash_train.data.selection import Selection
-from dflash_train.data.sift import sift
 from dflash_train.util.io import write_json
 from dflash_train.util.parallel import Workers, num_cores
 from dflash_train.util.provenance import digest, stable_hash

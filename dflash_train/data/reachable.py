@@ -1,7 +1,7 @@
 """Can each source be read, and what would it give and cost: found out before anything is downloaded.
 
 `source_need` is one row of the preflight table, `source_rows` the table of sources beside it. Hub sources are asked for
-once (`hub_survey`), with no more than a few small requests each.
+once (`hub/survey.py`), with no more than a few small requests each.
 """
 
 import importlib.util
@@ -11,8 +11,8 @@ from pathlib import Path
 from dflash_train.config import DataConfig, SourceConfig
 from dflash_train.data.forms import KNOWN_FORMS
 from dflash_train.data.hub import hub
-from dflash_train.data.hub_errors import dataset_page
-from dflash_train.data.hub_survey import Survey, footer_rows, survey
+from dflash_train.data.hub.errors import dataset_page
+from dflash_train.data.hub.survey import Survey, footer_rows, survey
 from dflash_train.data.sources import find_files
 from dflash_train.util.checks import Check
 from dflash_train.util.errors import UserError

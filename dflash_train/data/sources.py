@@ -11,7 +11,7 @@ from pathlib import Path
 from dflash_train.config import DataConfig, SourceConfig
 from dflash_train.data.forms import FORMS, ColumnWatch, RawRow, convert
 from dflash_train.data.hub import is_hub_id
-from dflash_train.data.hub_files import hub_rows
+from dflash_train.data.hub.files import hub_rows
 from dflash_train.data.row_files import SUFFIXES, Bad, Latin1Row, file_rows
 from dflash_train.util.errors import UserError
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import torch
 
-from dflash_train.data.answering import Work
-from dflash_train.data.answers import Batch, plan_batches
-from dflash_train.data.probes import Probe, probe_questions
+from dflash_train.data.answers.probes import Probe, probe_questions
+from dflash_train.data.answers.rules import Batch, plan_batches
+from dflash_train.data.answers.work import Work
 from dflash_train.target.base import TargetModel
 from dflash_train.util.errors import UserError
 from dflash_train.util.io import write_jsonl

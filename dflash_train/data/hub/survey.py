@@ -15,7 +15,7 @@ from pathlib import Path
 from dflash_train.config import SourceConfig
 from dflash_train.data.forms import ColumnWatch
 from dflash_train.data.hub import HubFile, Listing, hub, is_sha, kept_listing, subsets
-from dflash_train.data.hub_files import bytes_left, open_remote, present, read_range
+from dflash_train.data.hub.files import bytes_left, open_remote, present, read_range
 from dflash_train.util.errors import UserError
 
 FOOTERS_AT_MOST = 128  # files whose footers are read to count rows; more would take minutes

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dflash_train.config import DataConfig
-from dflash_train.data import answers as rules
-from dflash_train.data.answers import Prompt
+from dflash_train.data.answers import rules
+from dflash_train.data.answers.completions import Reply
+from dflash_train.data.answers.journal import Journal
+from dflash_train.data.answers.mix_rows import MixRows
+from dflash_train.data.answers.rules import Prompt
+from dflash_train.data.answers.windows import Limits, cut_middle, fit, limits_of
 from dflash_train.data.chat import RenderDrop, Renderer
-from dflash_train.data.completions import Reply
-from dflash_train.data.journal import Journal
-from dflash_train.data.mix_rows import MixRows
-from dflash_train.data.windows import Limits, cut_middle, fit, limits_of
 from dflash_train.records import Sample
 from dflash_train.util.provenance import stable_hash
 

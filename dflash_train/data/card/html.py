@@ -9,8 +9,8 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined, Template
 
-from dflash_train.data.card_markdown import number, visible
-from dflash_train.data.card_parts import Card
+from dflash_train.data.card.markdown import number, visible
+from dflash_train.data.card.parts import Card
 
 
 @cache

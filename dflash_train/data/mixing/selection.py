@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dflash_train.config import DataConfig
-from dflash_train.data.candidates import Candidate
-from dflash_train.data.near_duplicates import NearIndex
+from dflash_train.data.mixing.candidates import Candidate
+from dflash_train.data.mixing.near_duplicates import NearIndex
 
 
 @dataclass

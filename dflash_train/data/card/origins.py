@@ -1,7 +1,7 @@
 """What a data card says of origins: who wrote the prompts, and all that it takes to make the same rows again."""
 
-from dflash_train.data.card_parts import Section, Table
-from dflash_train.data.identity import flat
+from dflash_train.data.answers.identity import flat
+from dflash_train.data.card.parts import Section, Table
 
 SILENCE = "Of the other sources the recipe names no model; their own cards may say more."
 

@@ -13,11 +13,11 @@ import numpy as np
 
 from dflash_train.config import DataConfig, SourceConfig
 from dflash_train.data.clean import Drop, clean_messages, normalized
-from dflash_train.data.decontaminate import Decontaminator
 from dflash_train.data.forms import RawRow
-from dflash_train.data.near_duplicates import signature
-from dflash_train.data.quality import poor
-from dflash_train.data.sift import HASH_RANGE, Place, read_places, refuse_bad_row
+from dflash_train.data.mixing.decontaminate import Decontaminator
+from dflash_train.data.mixing.near_duplicates import signature
+from dflash_train.data.mixing.quality import poor
+from dflash_train.data.mixing.sift import HASH_RANGE, Place, read_places, refuse_bad_row
 from dflash_train.records import Sample
 from dflash_train.util.io import json_line, read_json
 from dflash_train.util.parallel import count

@@ -1,8 +1,8 @@
 """The data card: what a mix holds and how it came about, as card.md and as one self-contained card.html.
 
     manifests --+
-                +-> sections of tables, plots and examples (card_facts) -> Markdown, HTML
-    rows -------+   (card_rows: one pass, bounded memory)
+                +-> sections of tables, plots and examples (facts.py) -> Markdown, HTML
+    rows -------+   (rows.py: one pass, bounded memory)
 
 `mix` writes it over the prompts, `regenerate` again over the answers. It is a pure function of the manifests and rows.
 """
@@ -11,10 +11,10 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from dflash_train.data.card_facts import build_card
-from dflash_train.data.card_html import page
-from dflash_train.data.card_markdown import markdown
-from dflash_train.data.card_rows import RowCounts
+from dflash_train.data.card.facts import build_card
+from dflash_train.data.card.html import page
+from dflash_train.data.card.markdown import markdown
+from dflash_train.data.card.rows import RowCounts
 from dflash_train.util.io import read_jsonl, write_bytes
 from dflash_train.util.log import say
 from dflash_train.util.provenance import canonical_json

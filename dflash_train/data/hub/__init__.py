@@ -1,7 +1,7 @@
 """What the Hugging Face hub says about a data set, for next to no download: revision, access, files, rows, columns.
 
 One `Hub` a process asks each question once, so one run never mixes two revisions of a set. Listings are kept on disk by
-commit sha: a set whose files are all here needs no network. `hub_files.py` downloads and reads.
+commit sha: a set whose files are all here needs no network. `files.py` downloads and reads.
 """
 
 import re
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dflash_train.config import DataConfig, SourceConfig
-from dflash_train.data.hub_errors import Unreachable, ask, dataset_page, no_token
+from dflash_train.data.hub.errors import Unreachable, ask, dataset_page, no_token
 from dflash_train.data.row_files import SUFFIXES
 from dflash_train.util.errors import UserError
 from dflash_train.util.io import cache_dir, read_json, write_json
@@ -73,7 +73,7 @@ class Hub:
         return self.answers[key]
 
     def ask(self, name: str, config: SourceConfig, call: Callable[[], Answer]) -> Answer:
-        """hub_errors.ask; without a connection only the first question waits for one, and briefly."""
+        """errors.ask; without a connection only the first question waits for one, and briefly."""
         if self.down is not None:
             got = f"not asked either: {str(self.down.got).partition(' (')[0]}"
             raise Unreachable(f"data.sources.{name}: data set {config.path}", got=got, fix=self.down.fix)

@@ -5,7 +5,7 @@ import re
 import unicodedata
 from itertools import pairwise
 
-from dflash_train.data.card_parts import Bars, Card, Example, Histogram, Section, Table
+from dflash_train.data.card.parts import Bars, Card, Example, Histogram, Section, Table
 
 # What begins markup inside a line, or makes a link out of an address or a formula out of money; a backslash makes each
 # of them plain. The second kind counts at the start of a line only.

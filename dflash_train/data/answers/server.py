@@ -14,8 +14,7 @@ from dataclasses import replace
 import httpx
 
 from dflash_train.config import ClientConfig
-from dflash_train.data.answers import Prompt
-from dflash_train.data.completions import (
+from dflash_train.data.answers.completions import (
     NoReply,
     Reply,
     Retry,
@@ -24,6 +23,7 @@ from dflash_train.data.completions import (
     served_models,
     version_facts,
 )
+from dflash_train.data.answers.rules import Prompt
 from dflash_train.util.errors import UserError
 from dflash_train.util.log import say
 

@@ -6,9 +6,9 @@
 from collections import Counter
 from itertools import chain
 
-from dflash_train.data.card_origins import makers, provenance
-from dflash_train.data.card_parts import LENGTH_COLUMNS, Bars, Card, Section, Table, histograms, length_facts, share
-from dflash_train.data.card_rows import MIN_CONFIDENCE, RowCounts
+from dflash_train.data.card.origins import makers, provenance
+from dflash_train.data.card.parts import LENGTH_COLUMNS, Bars, Card, Section, Table, histograms, length_facts, share
+from dflash_train.data.card.rows import MIN_CONFIDENCE, RowCounts
 
 TOP_LANGUAGES = 12
 

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from functools import cache
 
-from dflash_train.data.card_parts import Example
+from dflash_train.data.card.parts import Example
 from dflash_train.data.chat import history
 from dflash_train.records import Sample
 from dflash_train.util.io import json_line

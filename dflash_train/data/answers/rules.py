@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 
 from dflash_train.config import AnswersConfig
+from dflash_train.data.answers.tool_calls import tool_call_problem
 from dflash_train.data.chat import answer_message, history, unclosed_thought
-from dflash_train.data.tool_calls import tool_call_problem
 from dflash_train.records import Sample
 from dflash_train.util.provenance import stable_hash
 

@@ -7,9 +7,9 @@ chance, so what a sound target may do now and then stops the run only when half 
 from dataclasses import dataclass
 
 from dflash_train.config import AnswersConfig
-from dflash_train.data.answers import GREEDY, Prompt, repetition, sampling_of
+from dflash_train.data.answers.rules import GREEDY, Prompt, repetition, sampling_of
+from dflash_train.data.answers.windows import Limits
 from dflash_train.data.chat import Renderer
-from dflash_train.data.windows import Limits
 from dflash_train.records import Sample
 from dflash_train.util.errors import UserError
 from dflash_train.util.provenance import stable_hash

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from itertools import chain
 
-from dflash_train.data.answering import Work
-from dflash_train.data.answers import Prompt, no_answer
-from dflash_train.data.completions import NoReply, Reply
-from dflash_train.data.journal import Writer, share_name
-from dflash_train.data.probes import Probe, probe_questions
-from dflash_train.data.server import Server
+from dflash_train.data.answers.completions import NoReply, Reply
+from dflash_train.data.answers.journal import Writer, share_name
+from dflash_train.data.answers.probes import Probe, probe_questions
+from dflash_train.data.answers.rules import Prompt, no_answer
+from dflash_train.data.answers.server import Server
+from dflash_train.data.answers.work import Work
 from dflash_train.util.errors import UserError
 from dflash_train.util.io import write_json
 from dflash_train.util.log import Progress, say

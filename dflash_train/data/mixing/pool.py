@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from dflash_train.config import DataConfig, SourceConfig
-from dflash_train.data.candidates import Candidate, Prepared, PrepareJob
-from dflash_train.data.selection import Outcome
-from dflash_train.data.sift import Place, Sifted, SiftJob
+from dflash_train.data.mixing.candidates import Candidate, Prepared, PrepareJob
+from dflash_train.data.mixing.selection import Outcome
+from dflash_train.data.mixing.sift import Place, Sifted, SiftJob
 
 CHUNK_ROWS = 2000
 MARGIN = 1.1  # times the needed rows are prepared, for those that filters will drop; the next are prepared on demand

@@ -11,7 +11,7 @@ from hashlib import sha256
 
 import httpx
 
-from dflash_train.data.answers import Prompt
+from dflash_train.data.answers.rules import Prompt
 from dflash_train.util.errors import UserError
 
 REFUSED = (400, 413, 422)  # for this prompt's sake: too long, not accepted
