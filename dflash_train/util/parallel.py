@@ -77,9 +77,12 @@ class Workers:
 
     def _start(self, module: str) -> None:
         # A fork of this process would copy torch's threads in whatever state they are; fresh ones would each import it.
+        # The main module is run again in each (runpy, which minds finding it imported), so all but it is imported once.
         context = multiprocessing.get_context("forkserver")
         main_spec = getattr(sys.modules["__main__"], "__spec__", None)
-        context.set_forkserver_preload([module, *([main_spec.name] if main_spec else [])])
+        package, main_name = __name__.partition(".")[0], main_spec.name if main_spec else None
+        ours = [name for name in sys.modules if name.startswith(f"{package}.") and name != main_name]
+        context.set_forkserver_preload([module, *ours])
         self._total, self._told = context.Value("Q", 0), 0
         self._pool = ProcessPoolExecutor(self.num_processes, context, _share_count, (self._total,))
 
