@@ -81,7 +81,7 @@ def run_once(data: DataConfig, folder: Path) -> tuple[Mix, dict]:
     workspace.mkdir(parents=True)
     memory, start = PeakMemory(), time.monotonic()
     memory.start()
-    progress = Progress("rows", 0, "rows", every_s=30)
+    progress = Progress("mix", None, "rows", every_s=30)
     mix = build_mix(data, mix_full_rows.evaluation(), workspace, on_row=progress.update, on_step=say)
     built_s = time.monotonic() - start
     num = {split: write_jsonl(folder / f"{split}.jsonl", mix.rows(split)) for split in SPLITS}

@@ -159,7 +159,7 @@ class _Steps:
 
     def begin(self, what: str) -> None:
         say(f"mix: {what}")
-        self.progress = Progress("mix", 0, "rows")
+        self.progress = Progress("mix", None, "rows")
 
     def rows(self, number: int) -> None:
         self.progress.update(number)

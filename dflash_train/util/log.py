@@ -45,10 +45,10 @@ def duration(seconds: float) -> str:
 class Progress:
     """Progress lines at most every `every_s` seconds: 'regenerate 128/512 rows  3.2 rows/s  1,020 tokens/s  ETA 2m00s'.
 
-    Lines, not a bar: they read the same in a terminal, a log file and CI.
+    Lines, not a bar: they read the same in a terminal, a log file and CI. total None: nobody knows.
     """
 
-    def __init__(self, name: str, total: int, unit: str, every_s: float = 10.0):
+    def __init__(self, name: str, total: int | None, unit: str, every_s: float = 10.0):
         self.name, self.total, self.unit, self.every_s = name, total, unit, every_s
         self.done, self.extra = 0, {}
         self.start = self.last = time.monotonic()
@@ -66,9 +66,10 @@ class Progress:
     def _line(self, now: float) -> None:
         elapsed = max(now - self.start, 1e-9)
         rate = self.done / elapsed
-        parts = [f"{self.name} {self.done:,}/{self.total:,} {self.unit}", f"{rate:,.1f} {self.unit}/s"]
+        of_all = "" if self.total is None else f"/{self.total:,}"
+        parts = [f"{self.name} {self.done:,}{of_all} {self.unit}", f"{rate:,.1f} {self.unit}/s"]
         parts += [f"{value / elapsed:,.0f} {key}/s" for key, value in self.extra.items()]
-        if rate > 0 and self.done < self.total:
+        if self.total is not None and rate > 0 and self.done < self.total:
             parts.append(f"ETA {duration((self.total - self.done) / rate)}")
         say("  ".join(parts))
 
