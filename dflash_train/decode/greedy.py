@@ -12,7 +12,7 @@ from dflash_train.util.errors import UserError
 
 NEAR_TIE = {torch.float32: 0.05, torch.bfloat16: 0.5}
 """Logits between best and second best at which other kernels may choose the other one."""
-MAX_TOKENS = 64
+MAX_TOKENS = 32  # of each answer: a step of the own loop is one token
 
 
 @dataclass(frozen=True)
