@@ -232,8 +232,8 @@ def merge(run: Run, work: Work, identity: dict, stand_ins: list[int], seconds: f
     table(f"answers in {run.answers_dir}", ["", "count"], report_rows(num_train, num_heldout, counts, refilled))
     for name, count in refilled.items():
         if count["not_refilled"]:
-            say(f"{name}: {count['not_refilled']:,} of {count['lost']:,} lost rows could not be refilled: its reserve "
-                "is used up (data.reserve_fraction)")  # fmt: skip
+            say(f"{name}: {count['not_refilled']:,} of {count['lost']:,} lost rows could not be refilled: no reserve "
+                f"row is left (data.reserve_fraction={run.data.reserve_fraction:g})")  # fmt: skip
     say(f"done in {duration(seconds)}, with loading")
 
 
