@@ -210,8 +210,9 @@ class Mixer:
             members = [c for side in sides if side.signatures for c in side.candidates if self._bucket(c) == bucket]
             for number, candidate in enumerate(members):
                 candidate.near = number
-            parts = [part for side in sides for part in side.signatures if self._bucket(side.candidates[0]) == bucket]
-            if parts:
+            filled = [side for side in sides if side.candidates and self._bucket(side.candidates[0]) == bucket]
+            parts = [part for side in filled for part in side.signatures]
+            if members:
                 text_of = lambda number, members=members: asked_text(self._row(members[number])["messages"])
                 owners = [candidate.conversation for candidate in members]
                 threshold = self.data.near_duplicates.threshold

@@ -8,6 +8,7 @@ import codecs
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, object]]:
             head = f.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
         is_array = head.startswith(b"[") and ".json" in path.suffixes
         yield from _array_rows(path) if is_array else _line_rows(path)
-    except (EOFError, gzip.BadGzipFile):
+    except (EOFError, gzip.BadGzipFile, zlib.error):
         yield -1, Bad("truncated_gzip")
 
 

@@ -15,7 +15,7 @@ from dflash_train.config import DataConfig, SourceConfig
 from dflash_train.data.clean import Drop, clean_messages, normalized
 from dflash_train.data.forms import RawRow
 from dflash_train.data.mixing.decontaminate import Decontaminator
-from dflash_train.data.mixing.near_duplicates import signature
+from dflash_train.data.mixing.near_duplicates import NUM_PERMUTATIONS, signature
 from dflash_train.data.mixing.quality import poor
 from dflash_train.data.mixing.sift import HASH_RANGE, Place, read_places, refuse_bad_row
 from dflash_train.records import Sample
@@ -113,7 +113,7 @@ def prepare(job: PrepareJob) -> Prepared:
             if signatures is not None:
                 signatures.append(signature(asked_text(sample.messages)))
     if signatures is not None:
-        out.signatures = np.array(signatures, dtype=np.uint32).reshape(len(signatures), -1)
+        out.signatures = np.array(signatures, dtype=np.uint32).reshape(-1, NUM_PERMUTATIONS)
     out.lines = bytes(lines)
     count(out.rows)
     return out
