@@ -19,6 +19,7 @@ import psutil
 from dflash_train import cli
 from dflash_train.bench.contamination import contamination_texts, evaluation_facts, evaluation_need, used_commits
 from dflash_train.config import DataConfig, Run
+from dflash_train.data.answers.mix_rows import FILES
 from dflash_train.data.card import write_card
 from dflash_train.data.hub import pin, recorded_revisions
 from dflash_train.data.hub.files import download
@@ -34,7 +35,6 @@ from dflash_train.util.log import Progress, say, table
 from dflash_train.util.provenance import provenance
 
 BYTES_PER_ROW = 20_000  # spooled and final text of one row, generously; for the disk check alone
-FILES = {"train": "prompts.jsonl", "heldout": "heldout.jsonl", "reserve": "reserve.jsonl"}
 
 
 def main(run: Run) -> None:

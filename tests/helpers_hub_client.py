@@ -87,6 +87,16 @@ def conversations(count: int, word: str = "question") -> list[dict]:
     ]
 
 
+def rows(count: int, word: str = "question") -> list[dict]:
+    return [{"id": f"{word}{i}", "prompt": f"{word} number {i * 7919}, please?"} for i in range(count)]
+
+
+def added(server, count: int = 3000):
+    """A set of two JSONL files."""
+    some = rows(count)
+    return server.add(NAME, {"train/0.jsonl": jsonl(some[: count // 2]), "train/1.jsonl": jsonl(some[count // 2 :])})
+
+
 def files(count: int = 200) -> dict[str, bytes]:
     rows = conversations(count)
     return {

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from helpers_data import recipe
 from helpers_hub import Fault, Hub, jsonl, parquet
-from helpers_hub_client import NAME, ROOT, at_hub, environment
+from helpers_hub_client import NAME, ROOT, added, at_hub, environment, rows
 
 from dflash_train.data.hub import errors as hub_errors
 from dflash_train.data.hub import files as hub_files
@@ -21,22 +21,12 @@ from dflash_train.data.hub import pin
 from dflash_train.util.errors import UserError
 
 
-def rows(count: int, word: str = "question") -> list[dict]:
-    return [{"id": f"{word}{i}", "prompt": f"{word} number {i * 7919}, please?"} for i in range(count)]
-
-
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     monkeypatch.setattr(hub_errors, "pause", lambda seconds: None)
     monkeypatch.setattr(hub_files, "CHUNK_BYTES", 10_000)
     with Hub() as hub, at_hub(hub.url, tmp_path, monkeypatch):
         yield hub
-
-
-def added(server, count: int = 3000):
-    """A set of two JSONL files."""
-    some = rows(count)
-    return server.add(NAME, {"train/0.jsonl": jsonl(some[: count // 2]), "train/1.jsonl": jsonl(some[count // 2 :])})
 
 
 def config(**values):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers_hub import Hub, jsonl, parquet
-from helpers_hub_client import NAME, ROOT, at_hub, mix_run
+from helpers_hub_client import NAME, ROOT, added, at_hub, mix_run, rows
 
 from dflash_train import cli, mix
 from dflash_train.data import reachable
@@ -18,22 +18,12 @@ from dflash_train.util.errors import UserError
 from dflash_train.util.io import read_json, read_jsonl
 
 
-def rows(count: int, word: str = "question") -> list[dict]:
-    return [{"id": f"{word}{i}", "prompt": f"{word} number {i * 7919}, please?"} for i in range(count)]
-
-
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     monkeypatch.setattr(hub_errors, "pause", lambda seconds: None)
     monkeypatch.setattr(hub_files, "CHUNK_BYTES", 10_000)
     with Hub() as hub, at_hub(hub.url, tmp_path, monkeypatch):
         yield hub
-
-
-def added(server, count: int = 3000):
-    """A set of two JSONL files."""
-    some = rows(count)
-    return server.add(NAME, {"train/0.jsonl": jsonl(some[: count // 2]), "train/1.jsonl": jsonl(some[count // 2 :])})
 
 
 # ---------------------------------------------------------------- the stage's table and exit code
