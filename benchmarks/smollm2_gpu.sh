@@ -3,6 +3,7 @@
 #   benchmarks/smollm2_gpu.sh answer   the target answers the demo mix (0.7 to 1M tokens); states go to a local store
 #   benchmarks/smollm2_gpu.sh train    B=16 and B=8 side by side on the one card
 #   benchmarks/smollm2_gpu.sh eval     32 seeded prompts a task: chain and DDTree 16..128 in fp32; losslessness, both dtypes
+#   benchmarks/smollm2_gpu.sh replay   of that the table alone: rounds replayed on answers written in batches, no decoding
 #   benchmarks/smollm2_gpu.sh report   tables of the reports that are there
 # OUT: reports and logs. WORK: data, store, checkpoints. MINUTES: of training. DATA: another mix than the one below.
 set -uo pipefail
@@ -23,9 +24,13 @@ answer() {
 
 evaluate() {
   for dtype in float32 bfloat16; do lossless $dtype & done
+  replay
+}
+
+replay() {
   for b in "${blocks[@]}"; do replayed "b$b-replay" "$b" & done
   wait
   report
 }
 
-case ${1:-} in answer | train | report) $1 ;; eval) evaluate ;; *) sed -n '2,7p' "$0"; exit 2 ;; esac
+case ${1:-} in answer | train | replay | report) $1 ;; eval) evaluate ;; *) sed -n '2,8p' "$0"; exit 2 ;; esac
