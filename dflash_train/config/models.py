@@ -49,6 +49,7 @@ class TargetConfig:
     chat_template: str | None = None  # path of a Jinja file; null = the tokenizer's own
     template_hash: str | None = None  # what the template must be, as manifests say it; null = any
     trust_remote_code: bool = False
+    kernels: str = "auto"  # of capture: fused | library (Hugging Face's own layers) | auto = fused where it can be
     canary: bool = True  # check, whenever it is loaded, that it computes what it should (target/canary.py)
     num_layers: int | None = None
     hidden_size: int | None = None
@@ -60,6 +61,7 @@ class TargetConfig:
 
     def check(self) -> None:
         require_choice(self.dtype, ("bfloat16", "float32"), "target.dtype")
+        require_choice(self.kernels, ("auto", "fused", "library"), "target.kernels")
 
 
 @dataclass

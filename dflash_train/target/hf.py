@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dflash_train.config import SPREAD_ABOVE, HardwareConfig, TargetConfig
 from dflash_train.records import Features, FeatureSpec, TargetHead
-from dflash_train.target import files
+from dflash_train.target import files, fused
 from dflash_train.target.attention import HFSession
 from dflash_train.target.base import Taps, WeightsStatus, check_layer_ids
 from dflash_train.target.mask_token import check_mask_token
@@ -53,7 +53,8 @@ def load(config: TargetConfig, hardware: HardwareConfig) -> "HFTarget":
     )  # fmt: skip
     refuse_missing(info, prepared)
     device = model.get_input_embeddings().weight.device
-    return HFTarget(prepared, model.eval().requires_grad_(False), device)
+    model.eval().requires_grad_(False)
+    return HFTarget(prepared, model, device, fused.choose(config.kernels, model, device))
 
 
 def placement(prepared: files.TargetFiles, dtype: str, device: torch.device) -> dict | str | None:
@@ -86,8 +87,9 @@ def refuse_missing(info: dict, prepared: files.TargetFiles) -> None:
 class HFTarget:
     """A frozen model behind the protocol base.TargetModel."""
 
-    def __init__(self, prepared: files.TargetFiles, model, device: torch.device):
-        self.files, self.model, self.device = prepared, model, device
+    def __init__(self, prepared: files.TargetFiles, model, device: torch.device,
+                 fused_capture: fused.FusedCapture | None = None):  # fmt: skip
+        self.files, self.model, self.device, self.fused_capture = prepared, model, device, fused_capture
         self.spec, self.tokenizer = prepared.spec, prepared.tokenizer
         self.decoder = model.get_decoder()
         self.layers = self.decoder.layers
@@ -115,6 +117,8 @@ class HFTarget:
         """
         if layer_ids or not last_hidden:
             check_layer_ids(layer_ids, self.spec.num_layers)
+        if self.fused_capture is not None:
+            return self.fused_capture(token_ids.to(self.device), layer_ids, last_hidden)
         normed = None
         with Taps(self.layers, layer_ids, stop=not last_hidden) as taps:
             normed = self.decoder(input_ids=token_ids.to(self.device), use_cache=False).last_hidden_state
