@@ -92,7 +92,7 @@ def test_rope_turns_the_first_columns_only():
 
 
 def inputs(device: str, dtype: torch.dtype) -> dict[str, tuple]:
-    """Arguments of every kernel at odd sizes: slices of wider rows, lengths beyond one chunk, three value heads a key."""
+    """Arguments of every kernel at odd sizes: slices of wider rows, more than one chunk, three value heads a key."""
     g = torch.Generator(device).manual_seed(1)
     draw = lambda *shape: torch.randn(*shape, generator=g, device=device, dtype=torch.float32).to(dtype)
     heads, length, key, value = 2, 130, 32, 32

@@ -92,7 +92,7 @@ class FusedCapture:
         return m.out_proj(self.kernels.gated_norm(out, z, m.norm.weight, m.norm.variance_epsilon).flatten(-2))
 
     def _attention(self, m: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Gated full attention: hidden [B, T, D] -> [B, T, D]; q_proj makes query and gate of each head side by side."""
+        """Gated full attention: hidden [B, T, D] -> [B, T, D]; q_proj makes each head's query and gate together."""
         query, gate = m.q_proj(hidden).unflatten(-1, (-1, 2 * m.head_dim)).chunk(2, dim=-1)
         key, value = (proj(hidden).unflatten(-1, (-1, m.head_dim)) for proj in (m.k_proj, m.v_proj))
         query, key = (self._add_norm(x, None, norm)[1] for x, norm in ((query, m.q_norm), (key, m.k_norm)))

@@ -1,7 +1,7 @@
-"""What a Qwen3.5 layer does between its matrix products, twice: by flash-linear-attention's Triton kernels, and naively.
+"""What a Qwen3.5 layer does between its matrix products, by flash-linear-attention's Triton kernels and, naively, again.
 
-The fast set runs on CUDA alone; the naive one is its twin anywhere, and what the tests compare it with. Both round where
-the library rounds, except that the fast kernels keep gates and the sum before a norm in float32.
+The fast set runs on CUDA alone; the naive one is its twin anywhere, and what the tests compare it with. Both round
+where the library rounds, except that the fast kernels keep gates and the sum before a norm in float32.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,8 @@ def fla_kernels() -> Kernels:
     except ImportError as error:
         raise UserError("target.kernels", got=f"fused, but flash-linear-attention cannot be imported ({error})",
                         want="flash-linear-attention 0.6 and triton",
-                        fix="pip install flash-linear-attention==0.6.0, or target.kernels=library") from error  # fmt: skip
+                        fix="pip install flash-linear-attention==0.6.0, or target.kernels=library",
+                        ) from error  # fmt: skip
 
     def add_norm(x: Tensor, delta: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if delta is None:
@@ -58,7 +59,8 @@ def fla_kernels() -> Kernels:
         return out
 
     return Kernels(
-        "flash-linear-attention", add_norm, lambda x, weight: causal_conv1d(x, weight, activation="silu")[0], delta_rule,
+        "flash-linear-attention", add_norm,
+        lambda x, weight: causal_conv1d(x, weight, activation="silu")[0], delta_rule,
         lambda x, z, weight, eps: rms_norm_gated(x, z, weight, None, activation="swish", eps=eps), swiglu,
     )  # fmt: skip
 
