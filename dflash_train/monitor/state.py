@@ -102,7 +102,7 @@ class RunState:
                 self._take_back(shard_id)
             if status == "claimed":
                 self._open[shard_id] = OpenShard(samples, tokens)
-            elif status in ("captured", "staged", "uploaded"):
+            elif status == "uploaded":
                 self._open.pop(shard_id, None)
             elif status == "elsewhere" and not was_done:
                 todo = max(1, self.total_shards - self.done_shards)
@@ -166,6 +166,10 @@ class RunState:
         """The run is over; clocks and rates stand still from here on."""
         with self._lock:
             self._ended, self._ok = self._tick(), ok
+
+    @property
+    def ended(self) -> bool:
+        return self._ended is not None
 
     # ------------------------------------------------------------ what is shown
 
@@ -256,7 +260,8 @@ class RunState:
 
 
 def _counted(done: int, total: int, rate: Rate, now: float) -> dict:
-    return {"done": done, "total": total, "per_s": rate.recent(now), "per_s_overall": rate.overall(now)}
+    return {"done": done, "total": total, "captured": int(rate.total), "per_s": rate.recent(now),
+            "per_s_overall": rate.overall(now)}  # fmt: skip
 
 
 def _first_line(text: object) -> str:
