@@ -10,7 +10,7 @@ import pytest
 
 from dflash_train.config import AnswersConfig, ClientConfig, TargetConfig
 from dflash_train.data.answers import server as asking
-from dflash_train.data.answers.completions import Retry, read_choice, request_id, retry_after_s
+from dflash_train.data.answers.completions import Retry, read_choice, request_id
 from dflash_train.data.answers.journal import Journal, Writer, claim
 from dflash_train.data.answers.rules import Sampling, refill
 from dflash_train.data.answers.windows import limits_of
@@ -124,17 +124,6 @@ def test_pauses_double_with_jitter_up_to_a_limit_and_never_below_what_the_server
     assert len({seconds / 30 for seconds in slept[-5:]}) == 5, "jitter"
     asyncio.run(server._pause(Retry("HTTP 429", 77.0), 1))
     assert slept[-1] == 77.0
-
-
-def test_retry_after_is_read_as_seconds_or_as_a_date():
-    response = lambda value: httpx.Response(429, headers={"Retry-After": value} if value is not None else {})
-    assert [retry_after_s(response(value)) for value in ("12", None, "soon", "Wed, 21 Oct 2015 07:28:00 GMT")] == [
-        12,
-        0,
-        0,
-        0,
-    ]
-    assert retry_after_s(response("Wed, 21 Oct 2099 07:28:00 GMT")) > 1e9
 
 
 @pytest.mark.parametrize("body", ["", '{"choices": [', '{"choices": []}', "[]", '{"choices": [{"text": "x"}]}'])

@@ -4,15 +4,14 @@ Prompts go to /v1/completions as the ids of our own rendering, so that template 
 sampling parameter is sent, since servers take what is missing from the model's generation_config.json.
 """
 
-import time
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from hashlib import sha256
 
 import httpx
 
 from dflash_train.data.answers.rules import Prompt
 from dflash_train.util.errors import UserError
+from dflash_train.util.retry import retry_after_s
 
 REFUSED = (400, 413, 422)  # for this prompt's sake: too long, not accepted
 BUSY = (408, 409, 425, 429, 503)  # not the prompt's fault
@@ -109,7 +108,7 @@ async def send(client: httpx.AsyncClient, method: str, url: str, body: dict | No
         raise Retry(f"{type(error).__name__} {error}".strip(), blame=not nobody_there) from None
     status = response.status_code
     if status in BUSY or status >= 500:
-        raise Retry(f"HTTP {status}", retry_after_s(response), blame=status not in BUSY)
+        raise Retry(f"HTTP {status}", retry_after_s(response.headers.get("Retry-After")), blame=status not in BUSY)
     if status >= 300 and status not in REFUSED:
         fixes = {
             401: "export its key under the name of data.answers.client.key_env",
@@ -118,15 +117,6 @@ async def send(client: httpx.AsyncClient, method: str, url: str, body: dict | No
         fix = fixes[401 if status == 403 else status] if status in (401, 403, 404) else None
         raise UserError(f"server {url}", got=f"HTTP {status}: {response.text[:300]}", want="an answer", fix=fix)
     return response
-
-
-def retry_after_s(response: httpx.Response) -> float:
-    """The pause that a Retry-After header asks for (seconds, or a date), 0 without one."""
-    value = response.headers.get("Retry-After", "").strip()
-    try:
-        return float(value) if value.isdecimal() else max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
-        return 0.0
 
 
 def request_id(prompt: Prompt) -> str:

@@ -6,7 +6,6 @@ server from which no answer comes for `patience_s` ends the run, and so does one
 
 import asyncio
 import os
-import random
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
@@ -26,6 +25,7 @@ from dflash_train.data.answers.completions import (
 from dflash_train.data.answers.rules import Prompt
 from dflash_train.util.errors import UserError
 from dflash_train.util.log import say
+from dflash_train.util.retry import backoff_s
 
 MAX_PAUSE_S = 30.0
 MAX_REFUSED_SHARE, REFUSED_AFTER = 0.2, 100
@@ -131,8 +131,8 @@ class Server:
                             fix="look into the server's log, then type the same command again: what was answered is "
                             "not asked again")  # fmt: skip
         self.num_repeated += 1
-        backoff_s = min(MAX_PAUSE_S, self.config.backoff_s * 2 ** min(tries - 1, 20)) * random.uniform(0.5, 1.0)
-        await asyncio.sleep(min(max(retry.pause_s, backoff_s), self.config.patience_s))
+        pause_s = max(retry.pause_s, backoff_s(tries, self.config.backoff_s, MAX_PAUSE_S))
+        await asyncio.sleep(min(pause_s, self.config.patience_s))
 
     def _check_refusals(self, reply: NoReply) -> None:
         if self.num_refused > MAX_REFUSED_SHARE * max(self.num_done, REFUSED_AFTER):

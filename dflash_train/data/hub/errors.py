@@ -12,6 +12,7 @@ from typing import TypeVar
 from dflash_train.config import SourceConfig
 from dflash_train.util.errors import UserError
 from dflash_train.util.log import say
+from dflash_train.util.retry import backoff_s, retry_after_s
 
 ATTEMPTS = 5
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -30,7 +31,6 @@ class Unreachable(UserError):
 def ask(name: str, config: SourceConfig, call: Callable[[], Answer], retry_network: bool = True) -> Answer:
     """`call()`, again after a pause when the hub is busy or the line is cut (retry_network=False: only once more, for a
     line that may not be there at all). Raises UserError, of one kind."""
-    wait_s = FIRST_PAUSE_S
     for attempt in range(1, ATTEMPTS + 1):
         try:
             return call()
@@ -40,10 +40,10 @@ def ask(name: str, config: SourceConfig, call: Callable[[], Answer], retry_netwo
             last = attempt == ATTEMPTS or (http_status(error) is None and not retry_network and attempt > 1)
             if last or not passes(error):
                 raise explain(name, config, error) from error
-            wait_s = min(max(wait_s, retry_after_s(error)), LONGEST_PAUSE_S)
-            say(f"hub: {config.path}: {first_line(error)}; again in {wait_s:.0f} s")
+            asked_s = retry_after_s(response_header(error, "Retry-After"))
+            wait_s = min(max(backoff_s(attempt, FIRST_PAUSE_S, LONGEST_PAUSE_S), asked_s), LONGEST_PAUSE_S)
+            say(f"hub: {config.path}: {first_line(error)}; again in {wait_s:.1f} s")
         pause(wait_s)
-        wait_s *= 2
     raise AssertionError
 
 
@@ -134,21 +134,21 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
+def http_response(error: Exception):
+    """What the hub answered, where the error came from an answer; else None."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return next((e.response for e in chain(error) if isinstance(e, HfHubHTTPError)), None)
+
+
 def http_status(error: Exception) -> int | None:
-    from huggingface_hub.errors import HfHubHTTPError
+    response = http_response(error)
+    return None if response is None else response.status_code
 
-    return next((e.response.status_code for e in chain(error) if isinstance(e, HfHubHTTPError)), None)
 
-
-def retry_after_s(error: Exception) -> float:
-    """Seconds the hub asks to wait; 0 when it does not say."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    for e in chain(error):
-        if isinstance(e, HfHubHTTPError):
-            value = e.response.headers.get("Retry-After", "")
-            return float(value) if value.isdigit() else 0.0
-    return 0.0
+def response_header(error: Exception, name: str) -> str | None:
+    response = http_response(error)
+    return None if response is None else response.headers.get(name)
 
 
 def is_network(error: Exception) -> bool:
