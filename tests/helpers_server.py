@@ -34,8 +34,8 @@ END = 2  # <|im_end|>
 
 
 class FakeServer:
-    """fault(how often this question came before, its key) -> None, or what goes wrong: an HTTP status, "stall", "cut",
-    "cut, of no stated length" or "aborted". A key names prompt and seed (`question_key`)."""
+    """fault(how often this question came before, its key) -> None, or what goes wrong: an HTTP status, "stall", "drip",
+    "cut", "cut, of no stated length" or "aborted". A key names prompt and seed (`question_key`)."""
 
     def __init__(self, answer=None, fault=None, *, model: str = "tiny", page: dict | None = None, delay_s: float = 0.0):
         self.tokenizer = tiny_tokenizer()
@@ -138,6 +138,8 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "stall":
             self.closing.wait(5)
             self.close_connection = True
+        elif fault == "drip":
+            self._send(200, {"choices": [fake.answer(body)]}, byte_s=0.05)
         elif fault == "cut":
             self._send(200, {"choices": [fake.answer(body)]}, cut=True)
         elif fault == "cut, of no stated length":
@@ -147,9 +149,9 @@ class _Handler(BaseHTTPRequestHandler):
         else:  # a status
             self._send(int(fault), {"error": f"status {fault}"}, {"Retry-After": "0"} if fault == "429" else {})
 
-    def _send(
-        self, status: int, value: dict, headers: dict | None = None, cut: bool = False, stated: bool = True
-    ) -> bool:
+    def _send(self, status: int, value: dict, headers: dict | None = None, cut: bool = False, stated: bool = True,
+              byte_s: float = 0.0) -> bool:  # fmt: skip
+        """Whether all of it was sent. byte_s: the pause behind each byte."""
         data = json.dumps(value).encode()
         try:
             self.send_response(status)
@@ -160,8 +162,12 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 self.send_header("Connection", "close")
             self.end_headers()
-            self.wfile.write(data[: len(data) // 2] if cut else data)
-            self.wfile.flush()
+            data = data[: len(data) // 2] if cut else data
+            for piece in [data[i : i + 1] for i in range(len(data))] if byte_s else [data]:
+                self.wfile.write(piece)
+                self.wfile.flush()
+                if byte_s and self.closing.wait(byte_s):
+                    return False
             self.close_connection = cut or not stated
             return not cut
         except OSError:  # the client is gone

@@ -180,6 +180,15 @@ def test_a_dead_server_ends_the_run_with_what_was_seen_and_a_second_run_goes_on(
     assert rows_of(run.answers_dir) == sound()
 
 
+def test_an_answer_that_drips_is_given_up_after_the_time_for_one_answer_however_often_a_byte_comes(tmp_path, fake):
+    """A byte every 0.05 s never lets a read time out; the whole would take twenty seconds and more."""
+    server = fake(fault=lambda number, key: "drip" if number == 0 and int(key[:2], 16) < 64 else None)
+    run = served_run(tmp_path, server.url, num_train=12, probe=False, client={"timeout_s": 0.5, "concurrency": 2})
+    manifest = read_json(regenerate.ensure_answers(run) / "manifest.json")
+    assert manifest["kept"] == {"train": 12, "heldout": 3} and server.faults["drip"] >= 2
+    assert set(server.answered.values()) == {1} and sum(server.asked.values()) == 15 + server.faults["drip"]
+
+
 @pytest.mark.parametrize("status, said", [("401", "key_env"), ("404", "ends in /v1")])
 def test_what_no_repetition_can_mend_ends_the_run_at_once(tmp_path, fake, status, said):
     server = fake(fault=lambda number, key: status)

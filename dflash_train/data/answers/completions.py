@@ -4,6 +4,7 @@ Prompts go to /v1/completions as the ids of our own rendering, so that template 
 sampling parameter is sent, since servers take what is missing from the model's generation_config.json.
 """
 
+import asyncio
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -101,11 +102,7 @@ def read_choice(response: httpx.Response) -> dict:
 async def send(client: httpx.AsyncClient, method: str, url: str, body: dict | None = None,
                headers: dict | None = None) -> httpx.Response:  # fmt: skip
     """One request; a response of status 2xx or REFUSED. Raises Retry or UserError for any other end."""
-    try:
-        response = await client.request(method, url, json=body, headers=headers)
-    except httpx.TransportError as error:  # refused, cut, timed out
-        nobody_there = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
-        raise Retry(f"{type(error).__name__} {error}".strip(), blame=not nobody_there) from None
+    response = await whole(client, client.build_request(method, url, json=body, headers=headers))
     status = response.status_code
     if status in BUSY or status >= 500:
         raise Retry(f"HTTP {status}", retry_after_s(response.headers.get("Retry-After")), blame=status not in BUSY)
@@ -117,6 +114,22 @@ async def send(client: httpx.AsyncClient, method: str, url: str, body: dict | No
         fix = fixes[401 if status == 403 else status] if status in (401, 403, 404) else None
         raise UserError(f"server {url}", got=f"HTTP {status}: {response.text[:300]}", want="an answer", fix=fix)
     return response
+
+
+async def whole(client: httpx.AsyncClient, request: httpx.Request) -> httpx.Response:
+    """The response with all of its body. Raises Retry where it does not come.
+
+    The client's own timeouts are for one read each: an answer that drips would hold its slot for ever.
+    """
+    limit_s = client.timeout.read
+    try:
+        async with asyncio.timeout(limit_s):
+            return await client.send(request)
+    except TimeoutError:
+        raise Retry(f"no whole answer within data.answers.client.timeout_s={limit_s:g}") from None
+    except httpx.RequestError as error:  # refused, cut, silent, undecodable
+        nobody_there = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
+        raise Retry(f"{type(error).__name__} {error}".strip(), blame=not nobody_there) from None
 
 
 def request_id(prompt: Prompt) -> str:
@@ -140,8 +153,8 @@ async def version_facts(client: httpx.AsyncClient, url: str) -> dict:
     facts = {}
     for page in VERSION_PAGES:
         try:
-            said = (await client.get(f"{url.removesuffix('/v1')}/{page}")).json()
-        except (httpx.HTTPError, ValueError):
+            said = (await whole(client, client.build_request("GET", f"{url.removesuffix('/v1')}/{page}"))).json()
+        except (Retry, ValueError):
             continue  # a server without this page is no worse
         facts |= {key: said[key] for key in VERSION_FACTS if isinstance(said, dict) and key in said}
     return facts

@@ -72,7 +72,7 @@ class Server:
     def _run(self, body: Callable[[httpx.AsyncClient], Awaitable]):
         """Run `body` with a client of this server's settings; the key goes into its header and nowhere else."""
         config, key = self.config, os.environ.get(self.config.key_env)
-        timeout = httpx.Timeout(config.timeout_s, connect=min(10.0, config.timeout_s), pool=None)
+        timeout = httpx.Timeout(config.timeout_s, connect=min(10.0, config.timeout_s / 2), pool=None)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=config.concurrency)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
 
