@@ -6,11 +6,21 @@ import json
 import pytest
 import torch
 from helpers_hybrid import everything_in_float64, relative, save_composite, tiny_float64
+from helpers_plan import run_27b
 from helpers_target import random_ids, tiny
 from helpers_tensor_parallel import CPU, like_27b, load_ranks, run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from dflash_train.config import TargetConfig
+from dflash_train.planning.fit import Problem, extract_parts, knobs, with_key
+from dflash_train.planning.shapes import (
+    layers_parameters,
+    share_sizes,
+    sizes_from_files,
+    table_parameters,
+    target_sizes,
+)
 from dflash_train.target import sharded_load
 from dflash_train.target.sharded_load import FileWeights, RandomWeights, Share, check_split, load_share, piece_of
 from dflash_train.target.tiny import Options, save_tiny, tiny_config
@@ -219,6 +229,29 @@ def test_a_weight_that_is_missing_or_of_another_shape_is_named(tmp_path, change)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=r"layers\.1\.linear_attn\.dt_bias"):
         load_ranks(tiny_config(Options("qwen3_5")), folder, 2)
+
+
+@pytest.mark.parametrize("arch", ("qwen3_5", "qwen3"))
+def test_what_plan_reckons_for_a_rank_is_what_a_rank_holds(arch):
+    """Weights per GPU: layers in shares, the embedding whole, no head."""
+    text = tiny(arch).text_config
+    sizes = target_sizes(sizes_from_files(TargetConfig(name="x", kind="hf"), text.to_dict()))[0]
+    decoder = load_share(text, FileWeights(tiny(arch).files.folder), Share(1, 2), torch.float32, CPU)
+    share = share_sizes(sizes, 2)
+    planned = layers_parameters(share) + table_parameters(sizes) + sizes.hidden_size
+    assert planned == sum(parameter.numel() for parameter in decoder.parameters())
+
+
+def test_plan_gives_the_27b_on_two_small_cards_a_half_each_and_names_the_key():
+    """24.35B of layers halved beside 1.27B of embedding: 26.9 GB a card in bfloat16."""
+    run, sizes = run_27b("a6000x2")
+    split = with_key(run, "extract.gpus_per_worker", 2)
+    one, two = (extract_parts(Problem(r, sizes)) for r in (run, split))
+    assert two["weights"] == pytest.approx(2 * (24.35e9 / 2 + 1.271e9), rel=2e-3)
+    assert two["activations"] < one["activations"]
+    assert Problem(split, sizes).capturing == 2 and Problem(run, sizes).capturing == 1
+    assert knobs("extract", run)["extract.gpus_per_worker"] == [2]
+    assert knobs("extract", with_key(run, "hardware.num_gpus", 8))["extract.gpus_per_worker"] == [2, 4]
 
 
 # ---------------------------------------------------------------- refusals

@@ -17,6 +17,7 @@ from dflash_train.records import FeatureSpec
 from dflash_train.target import tensor_parallel
 from dflash_train.target.canary import check_target
 from dflash_train.target.tensor_parallel import PeerLost, start_group
+from dflash_train.target.tensor_parallel_check import check_shares
 from dflash_train.util.errors import UserError
 
 BOUND = 1e-4  # float32: a tiny hybrid is 1.5e-5 off its float64 twin; test_tensor_parallel.py has it in float64
@@ -49,6 +50,7 @@ def test_two_processes_capture_a_hybrids_rows_and_end_together():
                 assert got.hidden.shape == one.hidden.shape and relative(got.hidden, one.hidden) < BOUND
             if last:
                 assert relative(got.last_hidden, one.last_hidden) < BOUND
+        assert check_shares(target) < BOUND
         config = TargetConfig(name="tiny", kind="tiny", dtype="float32")
         assert {finding.check for finding in check_target(target, config, ["capture"], (0, 2))} == {
             "rows", "layers", "padding",
@@ -58,6 +60,11 @@ def test_two_processes_capture_a_hybrids_rows_and_end_together():
             with pytest.raises(UserError, match="gpus_per_worker"):
                 refused()
         pids = [peer.process.pid for peer in target._peers]
+
+        qkv = target.layers[0].linear_attn.in_proj_qkv.weight
+        qkv.copy_(qkv.roll(16, 0))  # control: a rank whose heads are one off has finite, plausible, wrong rows
+        with pytest.raises(UserError, match=r"canary: shares .*\n.*layer 0, linear_attention"):
+            check_shares(target)
     assert not dist.is_initialized()
     assert all(map(gone, pids)) and [peer.process.returncode for peer in target._peers] == [0]
 
@@ -73,6 +80,21 @@ def test_a_peer_that_dies_is_an_error_that_names_it_and_leaves_nothing_behind():
     assert not dist.is_initialized()
 
 
+def test_a_peer_whose_pipe_closes_ends_though_its_pass_never_will():
+    """What the death of rank 0 does, with the connection that a GPU's kernel would wait on left open."""
+    target = start_group(tiny("qwen3_5").files, torch.float32, TWO)
+    try:
+        target._announce(torch.zeros(1, 5, dtype=torch.int64), True)
+        peer = target._peers[0].process
+        time.sleep(0.2)
+        assert peer.poll() is None
+        peer.stdin.close()
+        assert gone(peer.pid) and peer.wait() == 1
+    finally:
+        target.close(failed=True)
+    assert not dist.is_initialized()
+
+
 RANK_0 = """
 import sys, time, torch
 from dflash_train.target.tensor_parallel import start_group
@@ -85,6 +107,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_peer_does_not_outlive_rank_0():
     """Kill -9 of rank 0 while the peer waits inside a pass."""
     rank0 = subprocess.Popen([sys.executable, "-c", RANK_0], stdout=subprocess.PIPE, text=True)

@@ -5,7 +5,13 @@ from dataclasses import dataclass, replace
 
 from dflash_train.config import SPREAD_ABOVE, PlanRun
 from dflash_train.planning import memory
-from dflash_train.planning.shapes import TargetSizes, layers_parameters, table_parameters, target_parameters
+from dflash_train.planning.shapes import (
+    TargetSizes,
+    layers_parameters,
+    share_sizes,
+    table_parameters,
+    target_parameters,
+)
 
 PARTS = ("weights", "KV", "state", "stash", "drafter", "optimizer", "activations", "logits")
 MOST_GPUS = 8
@@ -61,6 +67,12 @@ class Problem:
     def copies(self) -> int:
         return self.world // self.gpus_per_copy
 
+    @property
+    def capturing(self) -> int:
+        """GPUs that compute at the same time in extract: all of whole groups, or one a copy of the target."""
+        ways = self.run.extract.gpus_per_worker
+        return self.world // ways * ways if ways > 1 else self.copies
+
 
 def target_weights(problem: Problem) -> int:
     """Of the fullest GPU: everything, or its share of the layers and one of the two tables."""
@@ -86,11 +98,14 @@ def regenerate_parts(problem: Problem) -> dict[str, int]:
 
 
 def extract_parts(problem: Problem) -> dict[str, int]:
-    """One capture pass over a full batch."""
-    run = problem.run
+    """One capture pass over a full batch. A group of GPUs holds a share of each layer, the embedding, and no head."""
+    run, sizes, weights = problem.run, problem.sizes, target_weights(problem)
+    if run.extract.gpus_per_worker > 1:
+        sizes = share_sizes(sizes, run.extract.gpus_per_worker)
+        weights = (layers_parameters(sizes) + table_parameters(sizes) + sizes.hidden_size) * problem.item
     taps = len(run.drafter.target_layer_ids)
-    peak = memory.capture_bytes(problem.sizes, run.extract.batch_tokens, taps, run.store.last_hidden, problem.item)
-    return {"weights": target_weights(problem), "activations": peak}
+    peak = memory.capture_bytes(sizes, run.extract.batch_tokens, taps, run.store.last_hidden, problem.item)
+    return {"weights": weights, "activations": peak}
 
 
 def eval_parts(problem: Problem) -> dict[str, int]:
@@ -134,6 +149,14 @@ def halvings(value: int, least: int) -> Iterator[int]:
         yield value
 
 
+def can_split(run: PlanRun, ways: int) -> bool:
+    """Whether so many ranks share out the target's heads; experts are not shared out."""
+    shape = run.target.shape
+    counts = (shape.num_heads, shape.num_kv_heads, shape.linear_key_heads, shape.linear_value_heads,
+              shape.intermediate_size)  # fmt: skip
+    return not shape.num_experts and not any((count or 0) % ways for count in counts)
+
+
 def knobs(stage: str, run: PlanRun) -> dict[str, list[object]]:
     """Key -> values that need less memory, gentlest first, for a stage."""
     gpus = run.hardware.num_gpus or 0
@@ -143,7 +166,9 @@ def knobs(stage: str, run: PlanRun) -> dict[str, list[object]]:
         return {"data.answers.batch_size": list(halvings(answers.batch_size, 1)),
                 "data.answers.max_new_tokens": list(halvings(answers.max_new_tokens, 512)), **more}  # fmt: skip
     if stage == "extract":
-        return {"extract.batch_tokens": list(halvings(run.extract.batch_tokens, run.extract.max_tokens)), **more}
+        split = [n for n in (2, 4, 8) if run.extract.gpus_per_worker < n <= gpus and can_split(run, n)]
+        return {"extract.batch_tokens": list(halvings(run.extract.batch_tokens, run.extract.max_tokens)),
+                "extract.gpus_per_worker": split, **more}  # fmt: skip
     if stage == "eval":
         return {"budget": list(halvings(run.budget, 15)), "context": list(halvings(run.context, 512)), **more}
     train = run.train

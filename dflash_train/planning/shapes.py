@@ -95,6 +95,13 @@ def sizes_from_files(target: TargetConfig, text: dict) -> TargetConfig:
     return replace(target, **own, shape=shape)
 
 
+def share_sizes(sizes: TargetSizes, ways: int) -> TargetSizes:
+    """One of `ways` ranks of a split target: its heads and MLP columns; norms and tables are whole on each."""
+    shape = sizes.shape
+    split = ("intermediate_size", "num_heads", "num_kv_heads", "linear_key_heads", "linear_value_heads")
+    return replace(sizes, shape=replace(shape, **{name: vars(shape)[name] // ways for name in split}))
+
+
 # ---------------------------------------------------------------- parameters
 
 

@@ -107,7 +107,7 @@ def works(run: PlanRun, sizes: TargetSizes, num_samples: int, token_bytes: int) 
             sizes, num_samples * answers, run.data.answers.batch_size, assume.prompt_tokens + answers / 2,
             problem.item, rates, problem.copies, launch_s),
         "extract": cost.extraction(
-            sizes, tokens, max(run.drafter.target_layer_ids), rates, problem.copies, assume.extract_mfu, token_bytes,
+            sizes, tokens, max(run.drafter.target_layer_ids), rates, problem.capturing, assume.extract_mfu, token_bytes,
             run.hardware.upload_bytes_per_s),
         "train": cost.training(
             run.drafter, tokens, epochs=run.train.epochs, row_tokens=run.train.row_tokens,

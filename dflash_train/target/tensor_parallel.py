@@ -25,24 +25,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dflash_train.config import TargetConfig
+from dflash_train.config import HardwareConfig, TargetConfig
 from dflash_train.records import Features, FeatureSpec, TargetHead
 from dflash_train.target.base import check_layer_ids
 from dflash_train.target.files import TargetFiles
 from dflash_train.target.sharded_load import FileWeights, check_split
+from dflash_train.target.tensor_parallel_check import check_shares
 from dflash_train.target.tensor_parallel_rank import GRACE_S, GROUP_TIMEOUT_S, Job, RankModel
+from dflash_train.util.device import pick_device
 from dflash_train.util.errors import UserError
 from dflash_train.util.log import say
 
+LOST_S = 5  # from the loss of a peer to the end of rank 0, unless it ends by itself
 PEER_MODULE = "dflash_train.target.tensor_parallel_rank"
 
 
-def load(config: TargetConfig, files: TargetFiles, devices: list[str]) -> "TensorParallelTarget":
-    """The target of these files on these devices ("cuda:0", "cuda:1"), one process each; the first one is ours.
+def load(config: TargetConfig, hardware: HardwareConfig, files: TargetFiles, ways: int) -> "TensorParallelTarget":
+    """The target of these files over the first `ways` visible GPUs, or as many processes on the CPU.
 
-    Raises UserError for a family or a number of devices that cannot be split, or a weight that is missing.
+    Raises UserError for a family or a number that cannot be split, GPUs or a weight that are not there, or a layer that
+    does not add up (unless target.canary is off).
     """
-    return start_group(files, getattr(torch, config.dtype), devices, kernels=config.kernels)
+    device = pick_device(hardware.device, hardware.num_threads)
+    if device.type == "cuda" and torch.cuda.device_count() < ways:
+        raise UserError("extract.gpus_per_worker", got=ways, want=f"at most {torch.cuda.device_count()}, those visible")
+    devices = [f"cuda:{i}" if device.type == "cuda" else "cpu" for i in range(ways)]
+    target = start_group(files, getattr(torch, config.dtype), devices, kernels=config.kernels)
+    if config.canary:
+        try:
+            check_shares(target)
+        except BaseException:
+            target.close(failed=True)
+            raise
+    return target
 
 
 def start_group(files: TargetFiles, dtype: torch.dtype, devices: list[str], *, kernels: str = "auto",
@@ -192,7 +207,7 @@ class TensorParallelTarget:
         order = {"shape": list(token_ids.shape), "up_to": self._up_to, "by_library": by_library}
         for peer in self._peers:
             peer.send(order)
-        dist.broadcast(token_ids, 0)
+        dist.broadcast(token_ids.contiguous(), 0)
 
     # ---------------------------------------------------------------- lost peers
 
@@ -212,8 +227,8 @@ class TensorParallelTarget:
         while not self._closed:
             gone = [peer for peer in self._peers if peer.process.poll() is not None]
             if gone and not self._closed:
-                say(f"{gone[0].lost()}; so this process ends as well, within {GRACE_S} s")
-                time.sleep(GRACE_S)
+                say(f"{gone[0].lost()}; so this process ends as well, within {LOST_S} s")
+                time.sleep(LOST_S)
                 if not self._closed:
                     os._exit(1)
             time.sleep(0.5)

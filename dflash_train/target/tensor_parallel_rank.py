@@ -93,9 +93,13 @@ def sum_outputs(decoder: nn.Module, all_reduce: Callable[[Tensor], object]) -> N
 
     The hooks are on the last product of each block, so every path through the layers must call it as a module.
     """
+
+    def add_up(module: nn.Module, args, output: Tensor) -> None:
+        all_reduce(output)
+
     for name, module in decoder.named_modules():
         if name.endswith(COLUMNS):
-            module.register_forward_hook(lambda module, args, output: all_reduce(output) and None)
+            module.register_forward_hook(add_up)
 
 
 # ---------------------------------------------------------------- ranks 1..
@@ -129,10 +133,11 @@ def read_orders() -> Iterator[dict]:
 
     def read() -> None:
         stopping = False
-        for line in sys.stdin.buffer:
-            order = json.loads(line)
-            arrived.put(order)
-            stopping = "stop" in order
+        with open(0, "rb", buffering=0, closefd=False) as lines:  # sys.stdin's lock would be missed at the end
+            for line in lines:
+                order = json.loads(line)
+                arrived.put(order)
+                stopping = "stop" in order
         time.sleep(GRACE_S if stopping else 0)
         os._exit(1)
 
