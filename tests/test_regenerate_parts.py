@@ -7,16 +7,19 @@ import random
 
 import httpx
 import pytest
+from helpers_server import make_sample
 
 from dflash_train.config import AnswersConfig, ClientConfig, TargetConfig
 from dflash_train.data.answers import server as asking
 from dflash_train.data.answers.completions import Retry, read_choice, request_id
 from dflash_train.data.answers.journal import Journal, Writer, claim
+from dflash_train.data.answers.mix_rows import FILES, MixRows
 from dflash_train.data.answers.rules import Sampling, refill
 from dflash_train.data.answers.windows import limits_of
 from dflash_train.target import tiny
 from dflash_train.target.tiny import tiny_tokenizer
 from dflash_train.util.errors import UserError
+from dflash_train.util.io import write_jsonl
 from dflash_train.util.provenance import template_hash
 
 # ---------------------------------------------------------------- journal
@@ -75,6 +78,34 @@ def test_one_process_a_share_and_none_beside_the_whole(tmp_path):
                 pass
     with claim(tmp_path, "0/3"):
         pass
+
+
+# ---------------------------------------------------------------- the mix's rows
+
+
+def mix_of(folder, **splits) -> MixRows:
+    for name, ids in splits.items():
+        write_jsonl(folder / FILES[name], ({**make_sample(0).to_json(), "id": row_id} for row_id in ids))
+    return MixRows(folder)
+
+
+def test_rows_are_numbered_train_held_out_reserve_and_read_one_by_one(tmp_path):
+    rows = mix_of(tmp_path, train=["a", "b"], heldout=["c"], reserve=["d", "e"])
+    assert [rows[i].id for i in range(len(rows))] == list("abcde")
+    assert [rows.split(i) for i in range(5)] == ["train", "train", "heldout", "reserve", "reserve"]
+
+
+@pytest.mark.parametrize("splits, said", [
+    ({"train": ["a", "b", "b"]}, r"row b\n.*twice: \S*prompts\.jsonl:2 and \S*prompts\.jsonl:3"),
+    ({"train": ["a", "b"], "reserve": ["c", "a"]}, r"row a\n.*twice: \S*prompts\.jsonl:1 and \S*reserve\.jsonl:2"),
+    ({"train": ["a", "b"], "heldout": ["b"]},
+     r"row b\n.*held out, and also in prompts\.jsonl: \S*prompts\.jsonl:2 and \S*heldout\.jsonl:1"),
+    ({"train": ["a"], "heldout": ["b"], "reserve": ["c", "d", "b"]},
+     r"row b\n.*held out, and also in reserve\.jsonl: \S*heldout\.jsonl:1 and \S*reserve\.jsonl:3"),
+])  # fmt: skip
+def test_an_id_that_comes_twice_is_refused_with_both_its_lines(tmp_path, splits, said):
+    with pytest.raises(UserError, match=said):
+        mix_of(tmp_path, **splits)
 
 
 # ---------------------------------------------------------------- refill

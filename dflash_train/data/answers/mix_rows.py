@@ -24,37 +24,45 @@ def heldout_ids(folder: Path) -> frozenset[str]:
 
 
 class MixRows:
-    """All rows of a mix folder. Raises UserError for a file that is cut, and for an id that is both held out and not:
-    a held-out row must never be trained on."""
+    """All rows of a mix folder. Raises UserError for a file that is cut, for an id that comes twice, and for one that
+    is both held out and not: a held-out row must never be trained on."""
 
     def __init__(self, folder: Path):
         self.paths = {split: folder / name for split, name in FILES.items() if (folder / name).exists()}
         self.offsets, self.sources, self.rows = array("q"), [], {split: range(0) for split in FILES}
         self._files = {split: open(path, "rb") for split, path in self.paths.items()}  # noqa: SIM115 (close() below)
-        ids: dict[str, set[str]] = {}
+        numbers: dict[str, int] = {}
         for split in self._files:
-            start = len(self.offsets)
-            ids[split] = set(self._index(split))
-            self.rows[split] = range(start, len(self.offsets))
-        for split in ids.keys() - {"heldout"}:
-            if both := sorted(ids[split] & ids["heldout"]):
-                raise UserError(f"row {both[0]} of {folder}", got=f"held out, and also in {FILES[split]}",
-                                want="held-out rows in heldout.jsonl alone",
-                                fix="delete the mix and make it again")  # fmt: skip
+            self._index(split, numbers)
 
-    def _index(self, split: str):
-        """Fill offsets and sources; yield the ids."""
-        offset = 0
-        for number, line in enumerate(self._files[split], 1):
+    def _index(self, split: str, numbers: dict[str, int]) -> None:
+        """Fill offsets, sources and rows; numbers: id -> row, of all files so far."""
+        start, offset = len(self.offsets), 0
+        for row, line in enumerate(self._files[split], start):
+            self.rows[split] = range(start, row + 1)
             try:
-                row = json.loads(line)
+                fields = json.loads(line)
             except ValueError as error:
-                raise UserError(f"{self.paths[split]}:{number}", got=f"not valid JSON ({error})",
+                raise UserError(self._place(row), got=f"not valid JSON ({error})",
                                 fix="delete the mix and make it again") from None  # fmt: skip
+            if (first := numbers.setdefault(fields["id"], row)) != row:
+                self._refuse_twice(fields["id"], first, row)
             self.offsets.append(offset)
-            self.sources.append(intern(row["source"]))
+            self.sources.append(intern(fields["source"]))
             offset += len(line)
-            yield row["id"]
+
+    def _refuse_twice(self, row_id: str, first: int, second: int) -> None:
+        splits = {self.split(first), self.split(second)}
+        got, want = "twice", "each id once"
+        if len(splits) == 2 and "heldout" in splits:
+            (other,) = splits - {"heldout"}
+            got, want = f"held out, and also in {FILES[other]}", "held-out rows in heldout.jsonl alone"
+        raise UserError(f"row {row_id}", got=f"{got}: {self._place(first)} and {self._place(second)}", want=want,
+                        fix="delete the mix and make it again")  # fmt: skip
+
+    def _place(self, row: int) -> str:
+        split = self.split(row)
+        return f"{self.paths[split]}:{row - self.rows[split].start + 1}"
 
     def __len__(self) -> int:
         return len(self.offsets)
