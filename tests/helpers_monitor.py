@@ -1,9 +1,12 @@
-"""A simulated extraction for the monitor's tests and picture: 27B-sized shards, four GPUs, an upload that is slower.
+"""A simulated extraction for the monitor's tests: 27B-sized shards, four GPUs, an upload that is slower.
 
 python tests/helpers_monitor.py PORT      serves one that goes on until Ctrl-C
 """
 
+import json
+import math
 import random
+import re
 import sys
 import threading
 import time
@@ -21,6 +24,9 @@ SOURCES = {
     "tools": 0.08,
 }
 STAGING_BYTES, UPLOAD_BYTES_PER_S = 96 << 30, 1.9e9
+
+
+HOSTILE = '</script><script>alert("x")</script> "quoted" \\ back\nsecond line'
 
 
 class SimulatedRun:
@@ -93,7 +99,7 @@ class SimulatedRun:
         self.uploading = min(self.uploading, SHARD_BYTES)
 
     def _gpu(self, index: int) -> dict:
-        busy = 0.02 if self.shards[self.names[index]] is None else self.random.uniform(0.95, 1.0)
+        busy = 0.02 if self.paused else self.random.uniform(0.95, 1.0)
         return {
             "index": index, "name": "NVIDIA H200", "utilisation": busy, "memory_used_bytes": 71 << 30,
             "memory_total_bytes": 141 << 30, "power_w": 110 + 560 * busy, "power_limit_w": 700.0,
@@ -104,6 +110,74 @@ class SimulatedRun:
         """In real time until `stop`."""
         while not stop.wait(0.25):
             self.step(0.25)
+
+
+def hostile_state() -> RunState:
+    state = RunState("extract", HOSTILE, 10, 100, 2)
+    state.worker(HOSTILE, HOSTILE, 1, "capturing", HOSTILE)
+    state.shard(HOSTILE, "claimed", HOSTILE)
+    state.captured(HOSTILE, HOSTILE, 1, 10, 0.1, {HOSTILE: 1})
+    state.retry(HOSTILE, HOSTILE)
+    state.dropped(HOSTILE, 1)
+    state.error(HOSTILE)
+    state.gpus([], HOSTILE)
+    return state
+
+
+METRIC = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)")
+LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\\n]|\\\\|\\"|\\n)*)"(?:,|$)')
+
+
+def parse_metrics(text: str) -> dict[str, dict]:
+    """{family: {type, series: {labels: value}}}; AssertionError for text that the Prometheus format does not allow."""
+    assert text.endswith("\n") and "\n\n" not in text
+    families, current = {}, None
+    for line in text[:-1].split("\n"):
+        if line.startswith("# HELP "):
+            current = line.split(" ", 3)[2]
+            assert current not in families
+            families[current] = {"type": None, "series": {}}
+        elif line.startswith("# TYPE "):
+            _, _, name, kind = line.split(" ")
+            assert name == current and kind == ("counter" if name.endswith("_total") else "gauge")
+            families[name]["type"] = kind
+        else:
+            match = METRIC.fullmatch(line)
+            assert match and match[1] == current and families[current]["type"], line
+            pairs = LABEL.findall(match[2] or "")
+            assert ",".join(f'{key}="{value}"' for key, value in pairs) == (match[2] or "")
+            labels = tuple(
+                (key, re.sub(r"\\(.)", lambda m: {"n": "\n"}.get(m[1], m[1]), value)) for key, value in pairs
+            )
+            assert labels not in families[current]["series"] and math.isfinite(float(match[3]))
+            families[current]["series"][labels] = float(match[3])
+    assert all(family["series"] for family in families.values())
+    return families
+
+
+def unescape(match: re.Match) -> str:
+    return "\n" if match[1] == "n" else match[1]
+
+
+def strict_json(state: RunState) -> dict:
+    """The snapshot through json, which refuses NaN."""
+    return json.loads(json.dumps(state.snapshot(), allow_nan=False))
+
+
+class Clock:
+    """Stands still until told."""
+
+    def __init__(self) -> None:
+        self.now = 1000.25
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def small_state(clock: Clock | None = None, **changes) -> RunState:
+    """A run of 36 shards, 1,000 samples and 100,000 tokens in a store of 40."""
+    settings = {"total_samples": 1000, "total_tokens": 100_000, "total_shards": 40, "done_shards": 4} | changes
+    return RunState("extract", "tiny", clock=clock or Clock(), **settings)
 
 
 def main(port: int) -> None:

@@ -13,6 +13,7 @@ import secrets
 import socket
 import threading
 import time
+from urllib.parse import urlsplit
 
 from flask import Flask, Response, abort, render_template, request
 from werkzeug.serving import WSGIRequestHandler, make_server
@@ -67,7 +68,7 @@ def make_app(state: RunState, local: bool, watch: "_Watch") -> Flask:
 
     @app.before_request
     def check_host() -> None:
-        if local and request.host.rsplit(":", 1)[0].strip("[]") not in LOCAL_HOSTS:
+        if local and urlsplit(f"//{request.host}").hostname not in LOCAL_HOSTS:
             abort(403)
 
     @app.after_request

@@ -25,8 +25,11 @@ class GpuSampler:
             if not driver_present():
                 self.state.gpus([], "no NVIDIA driver on this host")
                 return self
-            import pynvml  # from nvidia-ml-py; loads the driver's library
-
+            try:
+                import pynvml
+            except ImportError:
+                self.state.gpus([], "not read: nvidia-ml-py is not installed")
+                return self
             self._nvml = pynvml
         self._thread = threading.Thread(target=self._run, daemon=True, name="gpu-sampler")
         self._thread.start()

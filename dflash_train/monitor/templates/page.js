@@ -56,7 +56,7 @@ function mark(at, title) {
 
 const meter = (part) => make("div", "meter", fill(part));
 const none = (text) => [make("div", "none", text)];
-const lines = (events) => make("ul", "", ...events.slice().reverse().map((e) => make("li", "", `${e.at}  ${e.line}`)));
+const lines = (events) => make("ul", "", ...events.slice().reverse().map((e) => make("li", "", `${e.at.slice(5, 19).replace("T", " ")}  ${e.line}`)));
 
 function bars(counts, empty) {
   const entries = Object.entries(counts), most = Math.max(...entries.map(([, n]) => n));
@@ -79,7 +79,6 @@ function sparkline(id, values, top, marks = []) {
 }
 
 function figures(s) {
-  const left = Object.keys(s.dropped.by_reason).length;
   return [
     [rate(s.tokens.per_s), "tokens/s", `mean ${rate(s.tokens.per_s_overall)}`],
     [rate(s.samples.per_s), "samples/s", `mean ${rate(s.samples.per_s_overall)}`],
@@ -90,8 +89,9 @@ function figures(s) {
     [count(s.shards.done), "shards", `of ${count(s.shards.total)}, ${count(s.shards.before)} from before`],
     [known(s.uploads.per_s) ? bytes(s.uploads.per_s) + "/s" : "–", "upload", `${bytes(s.uploads.bytes)} so far`],
     [bytes(s.uploads.backlog_bytes), "backlog", `${count(s.uploads.backlog_shards)} shards`],
-    [count(s.retries.total), "retries", `${count(s.errors.total)} errors`],
-    [count(s.dropped.total), "rows left out", left ? `${left} reasons` : ""],
+    [s.staging ? percent(s.staging.paused_share, 1) : "–", "of the time waiting", "for room in staging"],
+    [count(s.retries.total), "retries", `${count(s.dropped.total)} rows left out`],
+    [count(s.errors.total), "errors", `${count(s.shards.counts.failed)} shards failed`],
   ].map(([value, what, more]) => make("div", "", make("b", "", value), what, make("br"), make("small", "", more)));
 }
 
@@ -109,14 +109,15 @@ function gpuRow(g) {
   const power = known(g.power_w) ? `${count(g.power_w)}${known(g.power_limit_w) ? " of " + count(g.power_limit_w) : ""} W` : "";
   const heat = known(g.temperature_c) ? `${count(g.temperature_c)} °C` : "";
   const memory = `${bytes(g.memory_used_bytes)} of ${bytes(g.memory_total_bytes)}`;
-  return make("div", "gpu", make("b", "", `${g.index}`), ` ${g.name}`, make("br"), `busy ${percent(g.utilisation)}`, meter(g.utilisation || 0),
-    [memory, power, heat].filter(Boolean).join(" · "), meter(share(g.memory_used_bytes, g.memory_total_bytes)));
+  return make("div", "", make("div", "row", make("b", "", `${g.index} ${g.name}`), make("span", "", `busy ${percent(g.utilisation)}`)),
+    meter(g.utilisation || 0), make("div", "row", memory, make("span", "", [power, heat].filter(Boolean).join(" · "))),
+    meter(share(g.memory_used_bytes, g.memory_total_bytes)));
 }
 
 function staging({ folder: f, uploads: u }) {
   const upload = `uploaded ${bytes(u.bytes)} in ${count(u.count)} shards, mean ${bytes(u.per_s_overall)}/s; ${bytes(u.backlog_bytes)} (${count(u.backlog_shards)} shards) wait`;
   if (!f) return [make("div", "none", "nothing staged yet"), make("p", "", upload)];
-  const bar = make("div", "meter", fill(f.fill || 0), fill(share(f.own_bytes, f.total_bytes), "own"), mark(f.high_water, "high water"));
+  const bar = make("div", "meter", fill(f.fill || 0, "all"), fill(share(f.own_bytes, f.total_bytes)), mark(f.high_water, "high water"));
   if (known(f.low_water)) bar.append(mark(f.low_water, "low water"));
   const marks = `high water ${percent(f.high_water)}` + (known(f.low_water) ? `, low water ${percent(f.low_water)}` : "");
   return [
