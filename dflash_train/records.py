@@ -59,7 +59,8 @@ class HiddenShard:
     """Captured rows of S samples with T tokens in all; sample s owns rows offsets[s]:offsets[s+1].
 
     token_ids i32[T]; loss_mask bool[T]; offsets i64[S+1]; hidden [T, L*H] in layer-id order (taps side by side);
-    last_hidden [T, H] after the target's final norm, or None; provenance: plain dict.
+    last_hidden [T, H] after the target's final norm, or None; provenance: plain dict. Eight-bit rows are codes in
+    `hidden` (float8_e4m3fn) with hidden_scale f32[T, L] (store/fp8.py); else that is None.
     """
 
     sample_ids: list[str]
@@ -69,6 +70,7 @@ class HiddenShard:
     hidden: Tensor
     last_hidden: Tensor | None
     provenance: dict
+    hidden_scale: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def make_shard(lengths=(3, 5, 2), width=8, seed=0, dtype=torch.bfloat16, last_hi
         torch.tensor([0, *lengths]).cumsum(0),
         rows(width),
         rows(last_hidden) if last_hidden else None,
-        {"made_by": "test"},
+        {"made_by": "test", "layer_ids": [1, 2]},
     )
 
 

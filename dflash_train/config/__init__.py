@@ -28,7 +28,7 @@ from dflash_train.config.runs import (
     Run,
     TrainRun,
 )
-from dflash_train.config.store import ExtractConfig, StoreConfig
+from dflash_train.config.store import ExtractConfig, MonitorConfig, StoreConfig
 from dflash_train.config.train import TrainConfig, WandbConfig, ZeroConfig
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "ExtractRun",
     "HardwareConfig",
     "MixRun",
+    "MonitorConfig",
     "NearDuplicatesConfig",
     "PlanRun",
     "QualityConfig",

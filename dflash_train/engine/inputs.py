@@ -170,9 +170,10 @@ def checkpoint_bytes(config: DrafterConfig, dtype: str) -> int:
 
 
 def row_bytes(run: TrainRun, manifest: dict) -> int:
-    """One packed row in host memory."""
+    """One packed row in host memory, where eight-bit rows are decoded already."""
     width = (len(manifest["layer_ids"]) + manifest["last_hidden"]) * manifest["hidden_size"]
-    return run.train.row_tokens * (width * DTYPES[manifest["dtype"]].itemsize + 25)
+    dtype = "bfloat16" if manifest["dtype"] == "fp8" else manifest["dtype"]
+    return run.train.row_tokens * (width * DTYPES[dtype].itemsize + 25)
 
 
 def host_bytes(run: TrainRun, manifest: dict, accumulation: int) -> int:

@@ -2,6 +2,7 @@
 
 from dflash_train.config import StoreConfig
 from dflash_train.store.base import ObjectStore
+from dflash_train.store.gather import RowLayout
 from dflash_train.util.errors import UserError
 from dflash_train.util.io import human_bytes
 
@@ -13,7 +14,7 @@ TOKEN_BYTES = 5
 
 def row_bytes(hidden_size: int, num_layers: int, store: StoreConfig) -> int:
     """Bytes of hidden rows one token takes: the captured layers, and the last hidden state where it is stored."""
-    return hidden_size * (num_layers + store.last_hidden) * {"bfloat16": 2, "float32": 4}[store.dtype]
+    return RowLayout.of(hidden_size, num_layers, store).row_bytes
 
 
 def storage_line(hidden_size: int, num_layers: int, store: StoreConfig, num_samples: int, num_tokens: int) -> str:

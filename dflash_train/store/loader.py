@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dflash_train.records import DraftBatch, HiddenShard
 from dflash_train.store.base import ObjectStore
+from dflash_train.store.fp8 import dequantize
 from dflash_train.store.order import WINDOW_SHARDS, Row
 from dflash_train.store.shard import Marker, fetch_shard, read_shard
 from dflash_train.util.errors import UserError
@@ -85,7 +86,8 @@ class ShardCache:
 
 
 class RowReader:
-    """Rows -> DraftBatch. samples are cut at row_tokens; hidden rows keep the store's dtype."""
+    """Rows -> DraftBatch. samples are cut at row_tokens; hidden rows keep the store's dtype, eight-bit ones are decoded
+    to bfloat16."""
 
     def __init__(self, cache: ShardCache, markers: Sequence[Marker], row_tokens: int):
         self.cache, self.markers, self.row_tokens = cache, list(markers), row_tokens
@@ -96,7 +98,8 @@ class RowReader:
         if self._widths is None:
             shard = self.cache.get(self.markers[0])
             last = None if shard.last_hidden is None else shard.last_hidden.shape[1]
-            self._widths = shard.hidden.shape[1], last, shard.hidden.dtype
+            dtype = shard.hidden.dtype if shard.hidden_scale is None else torch.bfloat16
+            self._widths = shard.hidden.shape[1], last, dtype
         return self._widths
 
     def read(self, rows: Sequence[Row]) -> DraftBatch:
@@ -117,12 +120,19 @@ class RowReader:
                 here, there = slice(at, at + size), slice(start, start + size)
                 token_ids[b, here], loss_mask[b, here] = shard.token_ids[there], shard.loss_mask[there]
                 document_ids[b, here], position_ids[b, here] = document, torch.arange(size)
-                hidden[b, here] = shard.hidden[there]
+                hidden[b, here] = hidden_rows(shard, there, dtype)
                 if last_hidden is not None:
                     last_hidden[b, here] = shard.last_hidden[there]
                 at += size
             sample_ids.append([self.markers[i].sample_ids[j] for i, j in row.samples])
         return DraftBatch(token_ids, loss_mask, document_ids, position_ids, hidden, last_hidden, sample_ids)
+
+
+def hidden_rows(shard: HiddenShard, rows: slice, dtype: torch.dtype) -> Tensor:
+    """Captured rows [n, L*H] of a shard, decoded to `dtype` where they are stored in eight bits."""
+    if shard.hidden_scale is None:
+        return shard.hidden[rows]
+    return dequantize(shard.hidden[rows], shard.hidden_scale[rows], dtype)
 
 
 class Prefetcher:

@@ -5,8 +5,8 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +36,7 @@ class LocalStore:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder).absolute()
         self.url = f"file://{self.folder}"
+        self._unfinished: set[Path] = set()
 
     def check(self) -> None:
         probe = f"check-{uuid.uuid4().hex[:12]}"
@@ -92,29 +93,54 @@ class LocalStore:
             return None
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
-        found = []
-        for path in self._files():
-            key = path.relative_to(self.folder).as_posix()
-            if key.startswith(prefix) and not path.name.endswith(_TEMPORARY):
-                found.append((key, path.stat().st_size))
-        return sorted(found)
+        entries = self._entries(prefix)
+        return sorted((key, stat.st_size) for key, stat in entries if not key.endswith(_TEMPORARY))
+
+    def older(self, prefix: str, older_than_s: float) -> Sequence[str]:
+        latest = time.time() - older_than_s
+        entries = self._entries(prefix)
+        return sorted(key for key, stat in entries if stat.st_mtime <= latest and not key.endswith(_TEMPORARY))
 
     def delete(self, key: str) -> None:
         self._path(key).unlink(missing_ok=True)
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.delete(key)
 
     def free_bytes(self) -> int | None:
         return free_bytes(self.folder)
 
     def drop_unfinished(self, older_than_s: float) -> int:
-        count = 0
-        for path in self._files():
-            if path.name.endswith(_TEMPORARY) and time.time() - path.stat().st_mtime >= older_than_s:
-                path.unlink(missing_ok=True)
-                count += 1
-        return count
+        latest = time.time() - older_than_s
+        old = [key for key, stat in self._entries("") if key.endswith(_TEMPORARY) and stat.st_mtime <= latest]
+        self.delete_many(old)
+        return len(old)
 
-    def _files(self) -> Iterator[Path]:
-        return (Path(folder, name) for folder, _, names in os.walk(self.folder) for name in names)
+    def abort_unfinished(self) -> int:
+        unfinished = list(self._unfinished)
+        for temporary in unfinished:
+            temporary.unlink(missing_ok=True)
+        return len(unfinished)
+
+    def _entries(self, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
+        """(key, stat) of every file under the prefix, temporary ones too. Only its folder is read; a file that goes
+        meanwhile is left out. Strings, not paths: a store has hundreds of thousands of files."""
+        start = prefix.rpartition("/")[0]
+        folders = [f"{start}/" if start else ""]
+        while folders:
+            inside = folders.pop()
+            try:
+                with os.scandir(self.folder / inside) as entries:
+                    for entry in entries:
+                        key = inside + entry.name
+                        if entry.is_dir(follow_symlinks=False):
+                            folders.append(f"{key}/")
+                        elif key.startswith(prefix):
+                            with suppress(FileNotFoundError):
+                                yield key, entry.stat()
+            except (FileNotFoundError, NotADirectoryError):
+                continue
 
     def _path(self, key: str) -> Path:
         parts = key.split("/")
@@ -126,10 +152,12 @@ class LocalStore:
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{_TEMPORARY}")
+        self._unfinished.add(temporary)
         try:
             yield temporary
         finally:
             temporary.unlink(missing_ok=True)
+            self._unfinished.discard(temporary)
 
     def _flush(self, path: Path, want_bytes: int) -> None:
         with open(path, "rb") as f:

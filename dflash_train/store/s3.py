@@ -9,11 +9,11 @@ import hashlib
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -28,6 +28,8 @@ from dflash_train.store.base import StoreUnavailable
 from dflash_train.util.errors import UserError
 
 MIN_PART_BYTES = 5 << 20  # S3's own limit
+DELETE_KEYS = 1000  # in one request, as well
+_MAY_PASS = ("SlowDown", "RequestTimeout", "BadDigest", "NoSuchUpload")  # the last: aborted, or its answer was lost
 _CONFLICTS = ("409", "ConditionalRequestConflict", "OperationAborted")
 _REFUSED = ("403", "401", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken",
             "AllAccessDisabled", "AccountProblem", "RequestTimeTooSkewed")  # fmt: skip
@@ -44,6 +46,7 @@ class Options:
     addressing: str = "auto"  # auto | path | virtual
     multipart_bytes: int = 64 << 20  # larger files go up in parts of this size
     part_threads: int = 4
+    max_connections: int = 64  # store.upload_threads x part_threads of them are used by uploads
     max_attempts: int = 5  # of one request, with boto3's backoff
     connect_timeout_s: float = 5.0
     read_timeout_s: float = 60.0
@@ -70,6 +73,7 @@ class S3Store:
         self.bucket, self.prefix, self.options = bucket, prefix, options
         self.url = f"s3://{bucket}/{prefix}"
         self._crc32 = options.checksum_mode == "when_supported"
+        self._unfinished: dict[str, str] = {}  # multipart uploads of this object: id -> key
         try:
             self._client = boto3.client("s3", endpoint_url=options.endpoint_url, region_name=options.region,
                                         config=_client_config(options))  # fmt: skip
@@ -123,12 +127,9 @@ class S3Store:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
-        part = self.options.multipart_bytes
-        transfer = TransferConfig(multipart_threshold=part, multipart_chunksize=part,
-                                  max_concurrency=self.options.part_threads)  # fmt: skip
         try:
             with self._named_errors(key):
-                self._client.download_file(self.bucket, self._key(key), str(temporary), Config=transfer)
+                self._download(key, temporary)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -141,16 +142,34 @@ class S3Store:
             return None
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
-        found = []
+        return sorted((row["Key"][len(self.prefix) + 1 :], row["Size"]) for row in self._objects(prefix))
+
+    def older(self, prefix: str, older_than_s: float) -> Sequence[str]:
+        latest = datetime.now(UTC) - timedelta(seconds=older_than_s)
+        return sorted(
+            row["Key"][len(self.prefix) + 1 :] for row in self._objects(prefix) if row["LastModified"] <= latest
+        )
+
+    def _objects(self, prefix: str) -> Iterator[dict]:
+        """The entries of a listing, a page of a thousand at a time."""
         with self._named_errors(prefix):
             pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=self._key(prefix))
             for page in pages:
-                found += [(row["Key"][len(self.prefix) + 1 :], row["Size"]) for row in page.get("Contents", [])]
-        return sorted(found)
+                yield from page.get("Contents", [])
 
     def delete(self, key: str) -> None:
         with self._named_errors(key):
             self._client.delete_object(Bucket=self.bucket, Key=self._key(key))
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        for start in range(0, len(keys), DELETE_KEYS):
+            some = keys[start : start + DELETE_KEYS]
+            with self._named_errors(f"{some[0]} and {len(some) - 1} more"):
+                answer = self._client.delete_objects(Bucket=self.bucket, Delete={
+                    "Objects": [{"Key": self._key(key)} for key in some], "Quiet": True})  # fmt: skip
+            for error in answer.get("Errors", []):
+                raise UserError(f"{self.url}/{error.get('Key')}", got=f"{error.get('Code')} in DeleteObjects",
+                                want="the object deleted", fix="credentials that may delete there")  # fmt: skip
 
     def free_bytes(self) -> int | None:
         return None
@@ -167,8 +186,29 @@ class S3Store:
                         count += 1
         return count
 
+    def abort_unfinished(self) -> int:
+        count = 0
+        for upload_id, key in list(self._unfinished.items()):
+            with self._named_errors(key), suppress(self._client.exceptions.NoSuchUpload):
+                self._client.abort_multipart_upload(Bucket=self.bucket, Key=self._key(key), UploadId=upload_id)
+            self._unfinished.pop(upload_id, None)
+            count += 1
+        return count
+
     def _key(self, key: str) -> str:
         return f"{self.prefix}/{key}"
+
+    def _download(self, key: str, path: Path) -> None:
+        """One request for what is no larger than a part; else parts in parallel."""
+        part = self.options.multipart_bytes
+        answer = self._client.get_object(Bucket=self.bucket, Key=self._key(key))
+        with closing(answer["Body"]) as body:
+            if answer["ContentLength"] <= part:
+                path.write_bytes(body.read())
+                return
+        transfer = TransferConfig(multipart_threshold=part, multipart_chunksize=part,
+                                  max_concurrency=self.options.part_threads)  # fmt: skip
+        self._client.download_file(self.bucket, self._key(key), str(path), Config=transfer)
 
     def _put(self, key: str, data: bytes, **condition: str) -> None:
         where = {"Bucket": self.bucket, "Key": self._key(key)}
@@ -180,6 +220,7 @@ class S3Store:
         where = {"Bucket": self.bucket, "Key": self._key(key)}
         algorithm = {"ChecksumAlgorithm": "CRC32"} if self._crc32 else {}
         where["UploadId"] = self._client.create_multipart_upload(**where, **algorithm)["UploadId"]
+        self._unfinished[where["UploadId"]] = key
         part_bytes = max(self.options.multipart_bytes, -(-size // 10_000))  # at most 10,000 parts
 
         def put_part(number: int) -> dict:
@@ -196,9 +237,12 @@ class S3Store:
                 parts = list(pool.map(put_part, range(1, -(-size // part_bytes) + 1)))
             self._client.complete_multipart_upload(**where, MultipartUpload={"Parts": parts})
         except BaseException:
-            with suppress(failures.ClientError, failures.BotoCoreError):  # verify=true drops what is left
+            # An abort that fails is made again at the end of the run; what outlives a killed one, verify=true drops.
+            with suppress(failures.ClientError, failures.BotoCoreError):
                 self._client.abort_multipart_upload(**where)
+                self._unfinished.pop(where["UploadId"], None)
             raise
+        self._unfinished.pop(where["UploadId"], None)
 
     def _sums(self, data: bytes) -> dict[str, str]:
         if self._crc32:
@@ -254,7 +298,7 @@ def _client_config(options: Options) -> Config:
         retries={"max_attempts": options.max_attempts, "mode": "standard"},
         connect_timeout=options.connect_timeout_s,
         read_timeout=options.read_timeout_s,
-        max_pool_connections=32,
+        max_pool_connections=options.max_connections,
         s3={"addressing_style": options.addressing},
     )
 
@@ -279,7 +323,7 @@ def _client_failure(error: failures.ClientError, name: str, bucket: str) -> Exce
             want="credentials that may list, read, write and delete there",
             fix="check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY (or AWS_PROFILE) and the bucket's policy",
         )  # fmt: skip
-    may_pass = status >= 500 or status == 429 or code in ("SlowDown", "RequestTimeout", "BadDigest")
+    may_pass = status >= 500 or status == 429 or code in _MAY_PASS
     kind = StoreUnavailable if may_pass else UserError
     return kind(name, got=f"{code} (HTTP {status}) in {error.operation_name}", want="success")
 

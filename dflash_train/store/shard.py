@@ -1,18 +1,14 @@
-"""The bytes of a shard, and the protocol that makes it exist: object first, marker last, first marker wins.
+"""The bytes of a shard and of the store's manifest; FORMAT.md is the format for readers that know safetensors alone.
 
-    manifest.json                         what the store was made from, written before the first shard
-    shards/<id>-<sha12>.safetensors       one attempt at a shard; its key carries its content's hash
-    markers/<id>.json                     names the attempt that counts, with bytes, sha256, rows and counts
-    target/...                            what training needs of the target (target_files.py)
-
-A shard without a valid marker does not exist; an object without a marker is an orphan (verify.py sweeps those).
+manifest.json                         what the store was made from, written before the first shard
+shards/<id>-<sha12>.safetensors       one attempt at a shard; its key carries its content's hash
+markers/<id>.json                     names the attempt that counts, with bytes, sha256, rows and counts (markers.py)
+catalog/<split>-<n>.jsonl             a thousand markers in one object, only to read them faster (catalog.py)
+claims/, hosts/                       who is making which shard (claims.py)
+target/...                            what training needs of the target (target_files.py)
 """
 
 import json
-import os
-import re
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +19,12 @@ from torch import Tensor
 
 from dflash_train.records import HiddenShard
 from dflash_train.store.base import ObjectStore
+from dflash_train.store.catalog import list_markers, scan_markers
+from dflash_train.store.fp8 import E4M3
+from dflash_train.store.markers import InvalidMarker, Marker, ShardFacts, fetch_shard, publish_shard
 from dflash_train.store.target_files import read_target_head, write_target_files
 from dflash_train.util.errors import UserError
-from dflash_train.util.io import atomic_path, human_bytes, sha256_file
+from dflash_train.util.io import atomic_path
 from dflash_train.util.provenance import canonical_json
 
 __all__ = [
@@ -35,12 +34,15 @@ __all__ = [
 ]  # fmt: skip
 
 MANIFEST = "manifest.json"
+ROWS = ("hidden", "hidden_scale", "last_hidden")
+"""Fields of a shard that have numbers for every token."""
 FORMAT = "dflash_train.shard.1"
 HIDDEN_DTYPES = (torch.bfloat16, torch.float32)
-_BITS = {torch.bfloat16: (torch.int16, np.uint16, 0x7F80), torch.float32: (torch.int32, np.uint32, 0x7F800000)}
-_SHARD_ID = re.compile(r"(train|heldout)-\d{5,}")
-_SHARD_KEY = re.compile(r"shards/(train|heldout)-\d{5,}-[0-9a-f]{12}\.safetensors")
-_THREADS = 16
+_BITS = {  # as signed, as unsigned, the smallest pattern that is not finite
+    torch.bfloat16: (torch.int16, np.uint16, 0x7F80),
+    torch.float32: (torch.int32, np.uint32, 0x7F800000),
+    E4M3: (torch.int8, np.uint8, 0x7F),
+}
 
 
 # ---------------------------------------------------------------- bytes
@@ -58,8 +60,9 @@ def write_shard(path: str | Path, shard: HiddenShard) -> None:
         "offsets": shard.offsets.to(torch.int64),
         "hidden": shard.hidden,
     }
-    if shard.last_hidden is not None:
-        tensors["last_hidden"] = shard.last_hidden
+    for name in ("hidden_scale", "last_hidden"):
+        if getattr(shard, name) is not None:
+            tensors[name] = getattr(shard, name)
     # One metadata entry: safetensors writes several in an order that changes from process to process.
     facts = {"format": FORMAT, "sample_ids": shard.sample_ids, "provenance": shard.provenance}
     try:
@@ -88,7 +91,7 @@ def read_shard(path: str | Path, key: str | None = None) -> HiddenShard:
         raise UserError(name, got=f"format {facts.get('format')}, tensors {sorted(tensors)}", want=f"format {FORMAT}")
     shard = HiddenShard(
         facts["sample_ids"], tensors["token_ids"], tensors["loss_mask"].bool(), tensors["offsets"], tensors["hidden"],
-        tensors.get("last_hidden"), facts["provenance"],
+        tensors.get("last_hidden"), facts["provenance"], tensors.get("hidden_scale"),
     )  # fmt: skip
     check_shard(shard, name)
     return shard
@@ -97,21 +100,14 @@ def read_shard(path: str | Path, key: str | None = None) -> HiddenShard:
 def check_shard(shard: HiddenShard, name: str) -> None:
     """Raise UserError naming the shard unless shapes, dtypes and offsets agree and every row is finite."""
     num_tokens = shard.token_ids.shape[0]
-    rows = {"loss_mask": shard.loss_mask, "hidden": shard.hidden}
-    if shard.last_hidden is not None:
-        rows["last_hidden"] = shard.last_hidden
-    for field, tensor in rows.items():
-        _require(tensor.shape[0] == num_tokens, name, f"{tensor.shape[0]} rows of {field}", f"{num_tokens} (tokens)")
-        if field != "loss_mask":
-            _require(tensor.dim() == 2, name, f"{field} of shape {list(tensor.shape)}", "[tokens, width]")
-            _require(tensor.dtype in HIDDEN_DTYPES, name, f"{field} as {tensor.dtype}", "bfloat16 or float32")
+    _check_rows(shard, name, num_tokens)
     offsets = shard.offsets
     _require(offsets.shape[0] == len(shard.sample_ids) + 1, name, f"{offsets.shape[0]} offsets",
              f"{len(shard.sample_ids) + 1}, samples + 1")  # fmt: skip
     _require(bool(offsets[0] == 0) and bool(offsets[-1] == num_tokens) and bool((offsets.diff() > 0).all()), name,
              "offsets that do not rise from 0 to the number of tokens", f"0 < ... < {num_tokens}")  # fmt: skip
     _require(len(set(shard.sample_ids)) == len(shard.sample_ids), name, "a sample id twice", "each sample once")
-    for field in ("hidden", "last_hidden"):
+    for field in ROWS:
         tensor = getattr(shard, field)
         bad = [] if tensor is None else non_finite_rows(tensor)
         if bad:
@@ -120,9 +116,34 @@ def check_shard(shard: HiddenShard, name: str) -> None:
             _require(False, name, f"{len(bad)} rows of {field} with NaN or Inf, samples {samples[:5]}", "finite rows")
 
 
+def _check_rows(shard: HiddenShard, name: str, num_tokens: int) -> None:
+    """Shapes and dtypes of what has a row per token; codes have scales that divide their columns, others have none."""
+    dtypes = {"hidden": (*HIDDEN_DTYPES, E4M3), "hidden_scale": (torch.float32,), "last_hidden": HIDDEN_DTYPES}
+    for field in ("loss_mask", *ROWS):
+        tensor = getattr(shard, field)
+        if tensor is None:
+            continue
+        _require(tensor.shape[0] == num_tokens, name, f"{tensor.shape[0]} rows of {field}", f"{num_tokens} (tokens)")
+        if field != "loss_mask":
+            _require(tensor.dim() == 2, name, f"{field} of shape {list(tensor.shape)}", "[tokens, width]")
+            want = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes[field])
+            _require(tensor.dtype in dtypes[field], name, f"{field} as {tensor.dtype}", want)
+    scaled = shard.hidden_scale is not None
+    _require((shard.hidden.dtype == E4M3) == scaled, name, f"hidden as {shard.hidden.dtype}, "
+             f"{'with' if scaled else 'without'} hidden_scale", "hidden_scale just with float8_e4m3fn")  # fmt: skip
+    if scaled:
+        layers, width = shard.hidden_scale.shape[1], shard.hidden.shape[1]
+        _require(layers > 0 and width % layers == 0, name, f"{layers} scales for {width} columns", "one a layer")
+        bad = int((~(shard.hidden_scale > 0)).any(1).sum())
+        _require(bad == 0, name, f"{bad} rows with a hidden_scale that is not positive", "amax / 448, or 1")
+
+
 def non_finite_rows(rows: Tensor) -> list[int]:
-    """Indices of CPU rows [T, D] (bfloat16 or float32) that hold a NaN or an infinity."""
-    return [] if _all_finite(rows) else (~torch.isfinite(rows).all(-1)).nonzero().flatten().tolist()
+    """Indices of CPU rows [T, D] (bfloat16, float32 or float8_e4m3fn) that hold a NaN or an infinity."""
+    if _all_finite(rows):
+        return []
+    finite = (rows.view(torch.uint8) & 0x7F) != 0x7F if rows.dtype == E4M3 else torch.isfinite(rows)
+    return (~finite.all(-1)).nonzero().flatten().tolist()
 
 
 def _all_finite(rows: Tensor) -> bool:
@@ -136,127 +157,6 @@ def _all_finite(rows: Tensor) -> bool:
 def _require(ok: bool, name: str, got: str, want: str) -> None:
     if not ok:
         raise UserError(name, got=got, want=want)
-
-
-# ---------------------------------------------------------------- markers
-
-
-@dataclass(frozen=True)
-class ShardFacts:
-    """What a marker says about a shard's content. lengths: tokens per sample, in the shard's order."""
-
-    shard_id: str
-    split: str
-    sample_ids: list[str]
-    lengths: list[int]
-    num_tokens: int
-    num_supervised: int
-
-    @classmethod
-    def of(cls, shard_id: str, shard: HiddenShard) -> "ShardFacts":
-        lengths = shard.offsets.diff().tolist()
-        return cls(shard_id, shard_id.split("-")[0], list(shard.sample_ids), lengths, sum(lengths),
-                   int(shard.loss_mask.sum()))  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Marker(ShardFacts):
-    """A shard that is done: the object's key, its size and its hash."""
-
-    key: str
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class InvalidMarker:
-    """A marker that names no good object; `content` is the marker as it was read."""
-
-    key: str
-    reason: str
-    content: bytes
-
-
-def publish_shard(store: ObjectStore, path: str | Path, facts: ShardFacts) -> Marker:
-    """Upload a shard file, then its marker; where another worker's marker is there already, that one is returned.
-
-    The marker is written only after the store confirmed the object's checksum.
-    """
-    sha256 = sha256_file(path)
-    key = f"shards/{facts.shard_id}-{sha256[:12]}.safetensors"
-    marker = Marker(**asdict(facts), key=key, bytes=os.path.getsize(path), sha256=sha256)
-    store.put_file(key, Path(path))
-    marker_key = f"markers/{facts.shard_id}.json"
-    if store.put_bytes(marker_key, canonical_json(asdict(marker)).encode(), if_absent=True):
-        return marker
-    winner = _parse_marker(marker_key, store.get_bytes(marker_key))
-    if isinstance(winner, InvalidMarker):
-        raise UserError(f"{store.url}/{winner.key}", got=winner.reason, want="the marker of another worker",
-                        fix="run extract again: it redoes this shard")  # fmt: skip
-    if winner.key != key:
-        store.delete(key)  # ours is an orphan now
-    return winner
-
-
-def scan_markers(store: ObjectStore) -> tuple[list[Marker], list[InvalidMarker]]:
-    """All markers, sorted by shard id: those whose object is there with the right size, and the invalid ones."""
-    keys = [key for key, _ in store.list("markers/")]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        contents = list(pool.map(store.get_bytes, keys))
-    sizes = dict(store.list("shards/"))  # after the markers: an object is always older than its marker
-    valid, invalid = [], []
-    for key, content in zip(keys, contents):
-        marker = _parse_marker(key, content)
-        if isinstance(marker, Marker) and sizes.get(marker.key) != marker.bytes:
-            found = f"{sizes[marker.key]} bytes" if marker.key in sizes else "absent"
-            marker = InvalidMarker(key, f"{marker.key} is {found}, the marker says {marker.bytes} bytes", content)
-        (valid if isinstance(marker, Marker) else invalid).append(marker)
-    return valid, invalid
-
-
-def list_markers(store: ObjectStore, split: str | None = None) -> list[Marker]:
-    """Markers of "train", "heldout" or both, sorted by shard id. Raises UserError when one is not valid."""
-    valid, invalid = scan_markers(store)
-    if invalid:
-        raise UserError(f"{store.url}/{invalid[0].key}", got=f"{invalid[0].reason} ({len(invalid)} such marker(s))",
-                        want="an object of that size", fix="run extract again: it redoes those shards")  # fmt: skip
-    return [marker for marker in valid if split in (None, marker.split)]
-
-
-def _parse_marker(key: str, content: bytes) -> Marker | InvalidMarker:
-    try:
-        row = json.loads(content)
-        marker = Marker(**{field.name: row[field.name] for field in fields(Marker)})
-    except (ValueError, KeyError, TypeError) as error:
-        return InvalidMarker(key, f"not a marker ({type(error).__name__}: {error})", content)
-    # Keys become file names in caches, so their form is checked here, once.
-    named = _SHARD_ID.fullmatch(str(marker.shard_id)) and _SHARD_KEY.fullmatch(str(marker.key))
-    if not named or key != f"markers/{marker.shard_id}.json" or not marker.key.startswith(f"shards/{marker.shard_id}-"):
-        return InvalidMarker(key, f"it names shard {marker.shard_id!r} at {marker.key!r}", content)
-    if len(marker.lengths) != len(marker.sample_ids) or sum(marker.lengths) != marker.num_tokens:
-        return InvalidMarker(key, "its counts disagree with each other", content)
-    return marker
-
-
-def fetch_shard(store: ObjectStore, marker: Marker, cache_dir: str | Path) -> Path:
-    """The shard's file in `cache_dir`, downloaded unless it is there; it gets its name after its sha256 was checked.
-
-    Raises UserError naming the key when the object is gone or its content is not what the marker says.
-    """
-    path = Path(cache_dir, Path(marker.key).name)  # carries the hash, so the name and size of a finished file suffice
-    if path.exists() and path.stat().st_size == marker.bytes:
-        return path
-    name = f"{store.url}/{marker.key}"
-    try:
-        with atomic_path(path) as temporary:
-            store.get_file(marker.key, temporary)
-            got = sha256_file(temporary)
-            _require(got == marker.sha256, name, f"{human_bytes(temporary.stat().st_size)} with sha256 {got[:12]}...",
-                     f"{human_bytes(marker.bytes)} with sha256 {marker.sha256[:12]}...")  # fmt: skip
-    except KeyError:
-        raise UserError(name, got="no such object", want=f"the shard that markers/{marker.shard_id}.json names",
-                        fix="run extract again: it redoes this shard") from None  # fmt: skip
-    return path
 
 
 # ---------------------------------------------------------------- manifest

@@ -14,57 +14,89 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dflash_train.store.base import ObjectStore, StoreUnavailable
-from dflash_train.store.shard import Marker, ShardFacts, publish_shard
+from dflash_train.store.markers import Marker, ShardFacts, marker_for, put_marker
 from dflash_train.store.staging import HIGH_WATER, LOW_WATER, Room
 from dflash_train.util.errors import UserError
 from dflash_train.util.io import human_bytes
 from dflash_train.util.log import say
 
+MAX_BACKOFF_S = 60.0
+ATTEMPTS_AT_EXIT = 3
+_TICK_S = 0.5
+
 
 class Uploader:
-    """Bounded threads that publish staged shards. Use as a context manager; leaving it drains the queue.
+    """Bounded threads that publish staged shards: base.Sink for a bucket. Leaving the context manager drains the queue.
 
-    `on_done(marker, seconds)` is called from a worker thread after each marker. `stop_check()` is called while the
-    producer waits and raises when the run was asked to end. stall_s: how long a full staging folder may show no
-    progress before the producer gets an error instead of waiting on.
+    `on_done(marker, seconds)` and `on_retry(what, why)` are called from the upload threads. `stop_check()` is called
+    while the producer waits and raises when the run was asked to end.
+    attempts: of each request, with pauses that grow from backoff_s to a minute (20: a quarter of an hour without a
+    network); a run that ends by an exception tries no more than 3 times. stall_s: how long a full staging folder may
+    show no progress before the producer gets an error instead of waiting on; longer than the attempts take, whose error
+    says more. paused_s: seconds the producer has waited here.
     """
 
     def __init__(
-        self, store: ObjectStore, folder: Path, *, threads: int = 4, attempts: int = 5, backoff_s: float = 1.0,
-        stall_s: float = 600.0, on_done: Callable[[Marker, float], None] = lambda marker, seconds: None,
-        stop_check: Callable[[], None] = lambda: None,
+        self, store: ObjectStore, folder: Path, *, threads: int = 4, attempts: int = 20, backoff_s: float = 1.0,
+        stall_s: float = 1800.0, on_done: Callable[[Marker, float], None] = lambda marker, seconds: None,
+        on_retry: Callable[[str, str], None] = lambda what, why: None, stop_check: Callable[[], None] = lambda: None,
     ):  # fmt: skip
         self.store, self.folder, self.room = store, folder, Room(folder)
         self.attempts, self.backoff_s, self.stall_s = attempts, backoff_s, stall_s
-        self.on_done, self.stop_check = on_done, stop_check
+        self.on_done, self.on_retry, self.stop_check = on_done, on_retry, stop_check
         self.staged_bytes = 0  # ours: reserved or written, not yet uploaded
         self._written_bytes = 0  # the part of it that lies in the folder
         self.failed: dict[str, Exception] = {}
+        self.paused_s, self._started = 0.0, time.monotonic()
         self._pending: set[str] = set()
+        self._in_a_hurry = False  # the run ends by an exception
         self._changed = threading.Condition()
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         # Daemons: a second signal during the drain ends the process, and `__exit__` has named what is missing.
         self._threads = [threading.Thread(target=self._work, daemon=True, name=f"upload-{i}") for i in range(threads)]
 
     def __enter__(self) -> "Uploader":
+        self._started = time.monotonic()
         for thread in self._threads:
             thread.start()
         return self
 
     def __exit__(self, kind, error, trace) -> None:
+        self._in_a_hurry = kind is not None
         if kind is not None and self._pending:
             say(f"stopping ({kind.__name__}): uploading {len(self._pending)} staged shard(s) first")
         try:
-            with self._changed:
-                while self._pending:
-                    self._changed.wait(1.0)
+            self.drain()
         finally:
             if self._pending or self.failed:
                 say(f"not uploaded: {', '.join(sorted(self._pending | self.failed.keys()))}")
             for _ in self._threads:
                 self._queue.put(None)
+            self._abort_unfinished()
         if kind is None:
             self.raise_failed()
+
+    @property
+    def pending(self) -> list[str]:
+        """Ids of shards that were submitted and have no marker yet, sorted."""
+        with self._changed:
+            return sorted(self._pending)
+
+    @property
+    def paused_share(self) -> float:
+        """Share of the time since the start in which the producer waited for room: 0 = the store keeps up."""
+        return self.paused_s / max(time.monotonic() - self._started, 1e-9)
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is pending; False when some is left after timeout_s."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while self._pending:
+                left = 1.0 if deadline is None else min(1.0, deadline - time.monotonic())
+                if left <= 0:
+                    return False
+                self._changed.wait(left)
+        return True
 
     def reserve(self, num_bytes: int) -> None:
         """Wait until a shard of `num_bytes` may be staged.
@@ -72,11 +104,21 @@ class Uploader:
         Raises the error of a failed upload, or UserError with the numbers after `stall_s` without progress.
         """
         self.raise_failed()
-        if self._admits(num_bytes, HIGH_WATER):
-            return self._add(num_bytes)
-        started = progress_at = time.monotonic()
-        last = (self.staged_bytes, self.room.free())
-        say(f"staging: {human_bytes(last[0])} of ours in {self.folder.parent}, {self.room}: waiting for uploads")
+        if not self._admits(num_bytes, HIGH_WATER):
+            started = time.monotonic()
+            say(f"staging: {human_bytes(self.staged_bytes)} of ours in {self.folder.parent}, {self.room}: "
+                "waiting for uploads")  # fmt: skip
+            try:
+                self._wait_for_room(num_bytes)
+            finally:
+                self.paused_s += time.monotonic() - started
+            say(
+                f"staging: going on after {time.monotonic() - started:.0f} s, paused {self.paused_share:.0%} of the run"
+            )
+        self._add(num_bytes)
+
+    def _wait_for_room(self, num_bytes: int) -> None:
+        progress_at, last = time.monotonic(), (self.staged_bytes, self.room.free())
         while not self._admits(num_bytes, LOW_WATER):
             with self._changed:
                 self._changed.wait(min(1.0, self.stall_s / 10))
@@ -94,8 +136,6 @@ class Uploader:
                     fix="look at the store and at who fills that folder; or store.staging_dir=<a larger folder>",
                 )
             last = now
-        say(f"staging: going on after {time.monotonic() - started:.0f} s")
-        return self._add(num_bytes)
 
     def submit(self, path: Path, facts: ShardFacts, reserved_bytes: int) -> None:
         """Hand over a staged file; its true size replaces what was reserved. Returns at once."""
@@ -143,18 +183,44 @@ class Uploader:
                 self._changed.notify_all()
 
     def _publish(self, path: Path, facts: ShardFacts) -> Marker:
-        """publish_shard, tried again with growing pauses where that may help."""
-        for attempt in range(1, self.attempts + 1):
+        """Object, then marker, each tried again where that may help. An object that is there is not sent twice."""
+        marker = marker_for(path, facts)
+        self._try(f"upload of {facts.shard_id}", lambda: self.store.put_file(marker.key, path))
+        return self._try(f"marker of {facts.shard_id}", lambda: put_marker(self.store, marker))
+
+    def _try(self, what: str, call: Callable):
+        attempt = 1
+        while True:
             try:
-                return publish_shard(self.store, path, facts)
+                return call()
             except (StoreUnavailable, ConnectionError, TimeoutError) as error:
-                if attempt == self.attempts or self.failed:  # one shard has found out that the store stays away
+                attempts = min(self.attempts, ATTEMPTS_AT_EXIT) if self._in_a_hurry else self.attempts
+                if attempt >= attempts or self.failed:  # one shard has found out that the store stays away
                     raise
-                pause = self.backoff_s * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
-                say(f"upload of {facts.shard_id} failed ({str(error).splitlines()[0]}); try {attempt + 1} of "
-                    f"{self.attempts} in {pause:.1f} s")  # fmt: skip
-                time.sleep(pause)
-        raise AssertionError("unreachable")
+                pause = min(MAX_BACKOFF_S, self.backoff_s * 2 ** (attempt - 1)) * random.uniform(0.5, 1.5)
+                attempt += 1
+                why = str(error).splitlines()[0]
+                say(f"{what} failed ({why}); try {attempt} of {attempts} in {pause:.1f} s")
+                self.on_retry(what, why)
+                self._pause(pause)
+
+    def _pause(self, seconds: float) -> None:
+        """In pieces, so that the end of the run is noticed."""
+        whole, rest = divmod(seconds, _TICK_S)
+        for piece in [rest, *[_TICK_S] * int(whole)]:
+            time.sleep(piece)
+            if self._in_a_hurry or self.failed:
+                return
+
+    def _abort_unfinished(self) -> None:
+        """Parts of uploads that will not be completed cost money until somebody deletes them."""
+        try:
+            count = self.store.abort_unfinished()
+        except UserError as error:
+            say(f"unfinished uploads are left in {self.store.url} ({error.got}): verify=true drops them after a day")
+            return
+        if count:
+            say(f"aborted {count} unfinished upload(s)")
 
 
 @contextmanager
