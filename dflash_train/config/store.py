@@ -30,6 +30,9 @@ class ExtractConfig:
     batch_tokens: int = 16384  # padded tokens per forward
     window_samples: int = 4096  # length bucketing happens inside windows of this many samples
     verify: bool = False  # only re-check the store
+    reopen: bool = False  # with verify: bad shards lose their markers, so that the next run redoes them
+    clean: bool = False  # only show what this run has left in the store, ask, and delete that
+    yes: bool = False  # with clean: do not ask
     num_workers: int | None = None  # processes that capture; null = one per visible GPU (or group), 0 = none but this
     gpus_per_worker: int = 1
     max_restarts: int = 3  # of each worker; the same number of deaths condemns a shard
@@ -41,6 +44,8 @@ class ExtractConfig:
     def check(self) -> None:
         require(self.batch_tokens >= self.max_tokens, "extract.batch_tokens", got=self.batch_tokens,
                 want=f">= extract.max_tokens={self.max_tokens}")  # fmt: skip
+        require(self.verify or not self.reopen, "extract.reopen", got="without extract.verify=true", want="both")
+        require(not (self.verify and self.clean), "extract.clean", got="with extract.verify=true", want="one of them")
         require(self.window_samples > 0, "extract.window_samples", got=self.window_samples, want="> 0")
         require(self.num_workers is None or self.num_workers >= 0, "extract.num_workers", got=self.num_workers,
                 want=">= 0, or null for one per visible GPU")  # fmt: skip
