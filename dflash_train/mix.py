@@ -21,16 +21,16 @@ from dflash_train.bench.contamination import contamination_texts, evaluation_fac
 from dflash_train.config import DataConfig, Run
 from dflash_train.data.answers.mix_rows import FILES
 from dflash_train.data.card import write_card
-from dflash_train.data.hub import pin, recorded_revisions
+from dflash_train.data.hub import pin
 from dflash_train.data.hub.files import download
 from dflash_train.data.mixing.pool import SourceReport
 from dflash_train.data.mixture import Mix, build_mix
 from dflash_train.data.reachable import COLUMNS, download_need, source_need, source_rows
-from dflash_train.data.recipe import recipe_hash
+from dflash_train.data.staleness import made_of, recipe_hash, why_stale
 from dflash_train.plan import check_disk, preflight
 from dflash_train.util.checks import Check
 from dflash_train.util.errors import UserError
-from dflash_train.util.io import human_bytes, read_json, sha256_file, write_json, write_jsonl
+from dflash_train.util.io import human_bytes, sha256_file, write_json, write_jsonl
 from dflash_train.util.log import Progress, say, table
 from dflash_train.util.provenance import provenance
 
@@ -39,7 +39,7 @@ BYTES_PER_ROW = 20_000  # spooled and final text of one row, generously; for the
 
 def main(run: Run) -> None:
     """Check, mix, say what comes next."""
-    if run.dry_run or made_before(run) is None:
+    if run.dry_run or mix_problem(run):
         table(f"sources of {run.data.name}", COLUMNS, source_rows(run.data))
         preflight(run, checks(run), todo(run))
     ensure_mix(run)
@@ -51,15 +51,16 @@ def ensure_mix(run: Run) -> Path:
 
     Raises UserError when a source or an evaluation set cannot be reached, is short, or (data.strict) has a bad row.
     """
-    if (made := made_before(run)) is not None:
-        say(f"mix: {made} is complete and up to date")
-        return made
+    problem = mix_problem(run)
+    if problem is None:
+        say(f"mix: {run.mix_dir} is complete and up to date")
+        return run.mix_dir
     missing = [need for need in needs(run) if not need.ok]
     if missing:
         raise UserError(missing[0].name, got=missing[0].detail, fix=missing[0].fix)
     evaluation, data = contamination_texts(run.data.decontaminate), pin(run.data)
-    identity = recipe_hash(data, run.limit, evaluation_facts(run.data.decontaminate))
-    say(f"mix: making {run.mix_dir} ({why_stale(run.mix_dir, identity)})")
+    record = made_of(data, run.limit, evaluation_facts(run.data.decontaminate))  # before reading: a later change shows
+    say(f"mix: making {run.mix_dir} ({problem})")
     download({name: source for name, source in data.sources.items() if source.kind == "hub"})
     run.mix_dir.mkdir(parents=True, exist_ok=True)
     (run.mix_dir / "manifest.json").unlink(missing_ok=True)  # from here until the new one is written there is no mix
@@ -79,21 +80,16 @@ def ensure_mix(run: Run) -> Path:
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
     written = {split: counts for split, counts in written.items() if counts is not None}
-    manifest = describe(run, data, mix, written, identity)
+    manifest = describe(run, data, mix, written, record)
     write_card(run.mix_dir, (FILES["train"], FILES["heldout"]), manifest)
     write_json(run.mix_dir / "manifest.json", manifest)
     _print_report(run, mix, manifest)
     return run.mix_dir
 
 
-def made_before(run: Run) -> Path | None:
-    """The mix's folder where it holds a complete one of this recipe; None otherwise. Hub revisions that the recipe
-    leaves open are those it was made of, so a newer commit or a missing network does not undo a mix."""
-    if not (run.mix_dir / "manifest.json").exists():
-        return None
-    made_of = pin(run.data, recorded_revisions(run.mix_dir, run.data))
-    identity = recipe_hash(made_of, run.limit, evaluation_facts(run.data.decontaminate))
-    return run.mix_dir if why_stale(run.mix_dir, identity) is None else None
+def mix_problem(run: Run) -> str | None:
+    """Why this run's mix has to be made, or None where it is there, whole and up to date."""
+    return why_stale(run.mix_dir, run.data, run.limit, evaluation_facts(run.data.decontaminate))
 
 
 def _sweep(folder: Path) -> None:
@@ -137,20 +133,6 @@ def todo(run: Run) -> list[str]:
     ]
 
 
-def why_stale(folder: Path, identity: str) -> str | None:
-    """Why the mix in `folder` cannot be used, or None when it can."""
-    if not (folder / "manifest.json").exists():
-        return "there is none yet"
-    manifest = read_json(folder / "manifest.json")
-    if manifest["recipe_hash"] != identity:
-        return f"the recipe or its inputs changed: {manifest['recipe_hash']} there, {identity} wanted"
-    for name, fact in manifest["files"].items():
-        path = folder / name
-        if not path.exists() or path.stat().st_size != fact["bytes"]:
-            return f"{name} is missing or cut"
-    return None
-
-
 # ---------------------------------------------------------------- after
 
 
@@ -189,8 +171,8 @@ def _write(folder: Path, mix: Mix, split: str) -> dict | None:
     }
 
 
-def describe(run: Run, data: DataConfig, mix: Mix, written: dict[str, dict], identity: str) -> dict:
-    """The manifest: recipe and code, every count, every reason. data: the recipe with revisions as commits."""
+def describe(run: Run, data: DataConfig, mix: Mix, written: dict[str, dict], record: dict) -> dict:
+    """The manifest: recipe and code, every count, X
     total: Counter = Counter()
     contaminated: Counter = Counter()
     pairs = lambda kind: {n: dict(found) for n, report in mix.reports.items() if (found := getattr(report, kind))}
@@ -198,8 +180,9 @@ def describe(run: Run, data: DataConfig, mix: Mix, written: dict[str, dict], ide
         total.update(report.dropped + report.filtered)
         contaminated.update(report.contaminated)
     return {
-        **provenance(cli.config_dict(run), recipe_hash=identity, seed=run.data.seed, limit=run.limit),
+        **provenance(cli.config_dict(run), recipe_hash=recipe_hash(record), seed=run.data.seed, limit=run.limit),
         "recipe": run.data.name,
+        "made_of": record,
         "rows": {split: counts["rows"] for split, counts in written.items()},
         "sources": {name: _source_entry(data, name, report, written) for name, report in mix.reports.items()},
         "dropped": dict(sorted(total.items())),

@@ -7,11 +7,13 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from dflash_train.bench.contamination import evaluation_facts
 from dflash_train.config import DataConfig, SourceConfig
 from dflash_train.data.clean import Drop, clean_messages
 from dflash_train.data.forms import RawRow
 from dflash_train.data.mixture import Mix, build_mix
 from dflash_train.data.recipe import read_source
+from dflash_train.data.staleness import made_of
 
 FIXTURES = Path(__file__).parent / "fixtures" / "data"
 
@@ -78,6 +80,7 @@ def mix_manifest(data: DataConfig) -> dict:
         "code_version": "0",
         "limit": None,
         "config": {"data": asdict(data)},
+        "made_of": made_of(data, None, evaluation_facts(data.decontaminate)),
         "sources": {name: facts(source) for name, source in data.sources.items()},
         **{
             key: {}

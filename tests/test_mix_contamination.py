@@ -61,7 +61,7 @@ def test_held_out_rows_are_the_mixers_own_and_hub_sets_count_by_name_without_a_n
     path = write_rows(tmp_path / "e.jsonl", [{"turns": ["One?"]}])
     tasks = ["heldout", "hub:a/b:test:x", f"file:{path}"]
     before = evaluation_facts(tasks)
-    assert before["heldout"] == before["hub:a/b:test:x"] == "named" and evaluation_need("heldout").ok
+    assert before["heldout"] is before["hub:a/b:test:x"] is None and evaluation_need("heldout").ok
     write_rows(path, [{"turns": ["Two?"]}])
     after = evaluation_facts(tasks)
     assert after[f"file:{path}"] != before[f"file:{path}"] and contamination_texts(["heldout"]) == {}

@@ -83,8 +83,8 @@ def evaluation_need(name: str) -> Check:
     label = f"evaluation set {name}"
     if name == HELDOUT_TASK:
         return Check(label, True, "the mix's own held-out rows")
-    if name in TASKS or name == "bfcl":
-        return wheel_need(label, *((TASKS[name].package, TASKS[name].version) if name in TASKS else BFCL))
+    if wheel := _wheel(name):
+        return wheel_need(label, *wheel)
     if name.startswith("file:"):
         path = Path(name.removeprefix("file:")).expanduser()
         return Check(label, path.is_file(), f"{path}" if path.is_file() else f"{path} does not exist")
@@ -94,11 +94,22 @@ def evaluation_need(name: str) -> Check:
     return Check(label, found.ok, found.detail, found.fix or f"'data.decontaminate=[...]' without {name}")
 
 
-def evaluation_facts(tasks: list[str]) -> dict[str, str]:
-    """What a mix depends on: a digest of each set's texts, but of hub sets their names alone, so that whether a mix is
-    up to date can be told without the network."""
-    local = [name for name in tasks if not name.startswith("hub:")]
-    return {**dict.fromkeys(tasks, "named"), **{n: digest(texts) for n, texts in contamination_texts(local).items()}}
+def evaluation_facts(tasks: list[str]) -> dict[str, str | None]:
+    """What a mix depends on of each set, told without network or download: the pinned wheel, a digest of a file's
+    turns; null where the name says all (a hub set, the mix's own held-out rows) and for a file that is not here."""
+    return {name: _fact(name) for name in tasks}
+
+
+def _fact(name: str) -> str | None:
+    if wheel := _wheel(name):
+        return " ".join(wheel)
+    is_here = name.startswith("file:") and Path(name.removeprefix("file:")).expanduser().is_file()
+    return digest(_texts(name)) if is_here else None
+
+
+def _wheel(name: str) -> tuple[str, str] | None:
+    """Package and version that the set ships in."""
+    return BFCL if name == "bfcl" else (TASKS[name].package, TASKS[name].version) if name in TASKS else None
 
 
 def used_commits(tasks: list[str]) -> dict[str, str]:

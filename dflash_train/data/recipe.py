@@ -1,55 +1,18 @@
-"""What a recipe asks for: how many rows of each source, and has anything changed since last time."""
+"""What a recipe asks for: the rows of each source, and how many of them."""
 
 import importlib
-import sys
 from collections.abc import Callable
-from dataclasses import asdict
 
 from dflash_train.config import DataConfig, SourceConfig
 from dflash_train.data import SOURCES
-from dflash_train.data.sources import find_files
 from dflash_train.util.errors import UserError
-from dflash_train.util.provenance import digest
 
-# Part of the recipe hash: raise it when cleaning, forms, filters or order change what a recipe yields.
-RULES_VERSION = 2
-NO_PART_OF_A_MIX = ("answers", "num_processes")  # of DataConfig: regenerate's, and how fast it is made
+NO_PART_OF_A_MIX = ("answers", "num_processes")
 
 
 def read_source(name: str, config: SourceConfig, data: DataConfig):
     """Iterator of RawRow over one source."""
     return importlib.import_module(SOURCES[config.kind]).read(name, config, data)
-
-
-# ---------------------------------------------------------------- identity
-
-
-def recipe_hash(data: DataConfig, limit: int | None, facts: dict) -> str:
-    """Equal for two runs exactly when they make the same mix. `facts` are inputs outside the recipe (evaluation
-    texts)."""
-    recipe = asdict(data)
-    for key in NO_PART_OF_A_MIX:
-        del recipe[key]
-    inputs = {name: _input_fact(name, source) for name, source in data.sources.items()}
-    return digest(
-        {
-            "rules": RULES_VERSION,
-            "recipe": recipe,
-            "order": list(data.sources),
-            "limit": limit,
-            "inputs": inputs,
-            "facts": facts,
-        }
-    )
-
-
-def _input_fact(name: str, source: SourceConfig) -> object:
-    """What the source's rows depend on beside its config: the files' state, or the Python that ships them."""
-    if source.kind == "files":
-        return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in find_files(name, source)]
-    if source.kind in ("stdlib_code", "pydoc"):
-        return f"python {sys.version_info.major}.{sys.version_info.minor}"
-    return None
 
 
 # ---------------------------------------------------------------- takes
