@@ -4,15 +4,19 @@ import io
 import sys
 import threading
 import types
+import urllib.error
+import urllib.request
+from contextlib import nullcontext
 
 import pytest
 from helpers_monitor import HOSTILE, SimulatedRun, hostile_state, parse_metrics
 from rich.console import Console
 
-from dflash_train.monitor import gpus
+from dflash_train.monitor import app, gpus
 from dflash_train.monitor.prometheus import exposition
 from dflash_train.monitor.state import RunState
 from dflash_train.monitor.terminal import TerminalView, render
+from dflash_train.monitor.watch import watch
 
 
 @pytest.fixture(scope="module")
@@ -161,3 +165,31 @@ def test_terminal_draws_only_in_a_terminal(run):
             console.print("a line of the run")
         drawn = console.file.getvalue()
         assert "a line of the run" in drawn and ("worker-3" in drawn) is terminal
+
+
+# ---------------------------------------------------------------- all of them
+
+
+def test_watch_serves_the_page_until_the_block_ends_and_says_how_it_ended(monkeypatch):
+    lines = []
+    monkeypatch.setattr(app, "say", lines.append)
+    for failure in (None, KeyError("the run died")):
+        state = RunState("extract", "r", 1, 1, 1)
+        with nullcontext() if failure is None else pytest.raises(KeyError), watch(state, True, "127.0.0.1", 0):
+            url = lines[-1].split()[-1]
+            with urllib.request.urlopen(url + "healthz", timeout=20) as answer:
+                assert answer.read() == b"ok\n"
+            assert not state.ended
+            if failure is not None:
+                raise failure
+        assert state.snapshot()["status"] == ("done" if failure is None else "failed")
+        with pytest.raises(urllib.error.URLError):
+            urllib.request.urlopen(url + "healthz", timeout=20)
+
+
+def test_watch_without_a_page_serves_nothing(monkeypatch):
+    lines = []
+    monkeypatch.setattr(app, "say", lines.append)
+    with watch(RunState("extract", "r", 1, 1, 1), False, "127.0.0.1", 0):
+        assert not any(thread.name == "monitor" for thread in threading.enumerate())
+    assert lines == []
