@@ -8,7 +8,7 @@ import socket
 import threading
 import urllib.error
 import urllib.request
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -158,6 +158,16 @@ def test_no_connection_outlives_its_request(run):
         connection = http.client.HTTPConnection("127.0.0.1", monitor.port, timeout=20)
         connection.request("GET", "/healthz", headers={"Connection": "keep-alive"})
         assert connection.getresponse().will_close
+
+
+def test_clients_that_say_nothing_hold_up_neither_others_nor_the_end(run):
+    with ExitStack() as idle:
+        with Monitor(run.state, port=0) as monitor:
+            for _ in range(20):
+                idle.enter_context(socket.create_connection(("127.0.0.1", monitor.port), timeout=20)).send(b"GET / HT")
+            assert get(monitor.url + "healthz")[0] == 200
+        with pytest.raises(urllib.error.URLError):
+            get(monitor.url + "healthz")
 
 
 def test_a_page_that_is_open_gets_to_see_how_the_run_ended():

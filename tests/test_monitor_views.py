@@ -1,6 +1,7 @@
 """The monitor's other views: the Prometheus text, the readings of the GPUs, the terminal."""
 
 import io
+import re
 import sys
 import threading
 import types
@@ -149,6 +150,7 @@ def test_terminal_shows_the_figures_and_no_markup_of_the_run(run):
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
     console.print(render(run.state.snapshot()))
     text = console.file.getvalue()
+    assert any(re.match(r"[\d,.]+ tokens/s", line) for line in text.splitlines())
     for part in ("worker-3", "cuda:0", "tokens/s", "ETA", "staging", "NVIDIA H200", "% of the peak FLOP/s"):
         assert part in text
     state = RunState("extract", "[bold]r[/bold]", 10, 100, 2)

@@ -5,6 +5,7 @@ Only where the output is a terminal: in a pipe or a log file nothing is drawn, a
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -37,7 +38,7 @@ class TerminalView:
 def render(snapshot: dict) -> Group:
     """A snapshot as a few lines: progress, figures, staging, workers, GPUs, last errors."""
     tokens = snapshot["tokens"]
-    bar = ProgressBar(total=max(1, tokens["total"]), completed=tokens["done"], width=60)
+    bar = Padding(ProgressBar(total=max(1, tokens["total"]), completed=tokens["done"], width=60), 0)  # ends its line
     parts = [Text(_headline(snapshot)), bar, Text(_figures(snapshot)), Text(_transfer(snapshot))]
     if snapshot["workers"]:
         parts.append(_workers(snapshot["workers"]))
