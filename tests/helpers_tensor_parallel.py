@@ -42,10 +42,10 @@ class ThreadSum:
         return all_reduce
 
 
-def load_ranks(text, weights, world: int) -> list[torch.nn.Module]:
+def load_ranks(text, weights, world: int, dtype: torch.dtype = torch.float32) -> list[torch.nn.Module]:
     """Every rank's decoder, from a folder of files or from what has a `read`."""
     weights = FileWeights(weights) if isinstance(weights, Path) else weights
-    return [load_share(text, weights, Share(rank, world), torch.float32, CPU) for rank in range(world)]
+    return [load_share(text, weights, Share(rank, world), dtype, CPU) for rank in range(world)]
 
 
 def run_ranks(decoders: list, token_ids: torch.Tensor, layer_ids: tuple[int, ...], drop: tuple[int, str] | None = None):

@@ -65,6 +65,17 @@ def test_in_float32_two_ranks_are_as_near_the_exact_rows_as_one_device(arch):
     assert worst(split, want) < 2 * worst(single, want) < ROUNDED
 
 
+def test_in_bfloat16_partial_sums_add_no_error_to_speak_of():
+    """Each rank's part is rounded before it is added: as far from the float32 rows as one device's, within a tenth."""
+    text, ids = like_27b(8), random_ids(64, 3)[None]
+    weights = RandomWeights(text, 7, torch.bfloat16, CPU)
+    (exact,), _ = run_ranks(load_ranks(text, weights, 1), ids, LAYERS)
+    (one,), _ = run_ranks(load_ranks(text, weights, 1, torch.bfloat16), ids, LAYERS)
+    (two, _), _ = run_ranks(load_ranks(text, weights, 2, torch.bfloat16), ids, LAYERS)
+    assert worst(two, exact) < 1.1 * worst(one, exact) < 0.02
+    assert worst(two, one) < 0.01
+
+
 def test_right_padding_reaches_no_real_row():
     """Trap 3: lengths 12 and 17 in one batch, on two ranks, against each alone on one device."""
     single, samples = tiny_float64("qwen3_5"), [random_ids(12, 5), random_ids(17, 6)]

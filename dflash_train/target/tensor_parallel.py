@@ -8,7 +8,8 @@ complete on rank 0 and the peers return none.
 Whoever is left alone ends: a peer when its stdin closes, which the death of rank 0 does, whatever it was doing; rank 0
 by the error of its broken connection, or, where a GPU waits for ever, by a thread that watches the peers.
 
-Error of sums taken by parts: 1e-6 of a row in float32. In bfloat16 each partial sum is rounded before it is added.
+Sums taken by parts round otherwise, not more: 64 random layers (RandomWeights, toy width, CPU) are 1.7e-2 off their
+float32 rows in bfloat16 on one device and on 2 or 4 ranks alike, and 6e-3 off each other (cosine 0.9999); float32: 1e-7.
 """
 
 import json
