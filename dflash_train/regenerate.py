@@ -26,7 +26,7 @@ from dflash_train.data.answers.work import Work
 from dflash_train.data.card import write_card
 from dflash_train.data.chat import Renderer
 from dflash_train.data.recipe import NO_PART_OF_A_MIX
-from dflash_train.decode.batched import Batches
+from dflash_train.decode.batched import Batches, window_rows
 from dflash_train.decode.greedy import check_greedy
 from dflash_train.target import TARGETS
 from dflash_train.target.base import TargetModel
@@ -95,14 +95,15 @@ def open_work(run: Run):
     renderer = Renderer(files.tokenizer)
     identity = make_identity(run.data, run.target.dtype, files.spec, renderer.template_hash, mix_paths(run))
     if complete:
-        check_identity(read_json(folder / "manifest.json")["identity"], identity, folder)
+        check_identity(read_json(folder / "manifest.json").get("identity", {}), identity, folder)
         say(f"answers are complete: {folder}")
         return None
     answers, server = run.data.answers, None
     if answers.server:
         server = Server(answers.server, answers.client, files.spec.stop_ids)
         say(f"server {server.url}: {server.describe()}")
-    how = {"model": server.model} if server else {"batch_size": answers.batch_size}
+    size = answers.batch_size
+    how = {"model": server.model} if server else {"batch_size": size, "window_rows": window_rows(size)}
     return files, identity, open_parts(folder, identity | {"answered_by": how}), server
 
 

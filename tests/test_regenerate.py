@@ -25,6 +25,8 @@ from dflash_train.target.tiny import tiny_tokenizer
 from dflash_train.util.errors import UserError
 from dflash_train.util.io import read_jsonl, write_json, write_jsonl
 
+NAMES = ("samples.jsonl", "heldout.jsonl")
+
 
 def make_sample(i: int, split: str = "train", text: str | None = None) -> Sample:
     messages = [{"role": "user", "content": text or f"question {i} " + "x" * (i * 7 % 23)}]
@@ -51,7 +53,7 @@ def write_mix(run, train, heldout):
 
 
 def outputs(run) -> list[bytes]:
-    return [(run.answers_dir / name).read_bytes() for name in ("samples.jsonl", "heldout.jsonl")]
+    return [(run.answers_dir / name).read_bytes() for name in NAMES]
 
 
 def count_answers(monkeypatch) -> list[int]:
@@ -108,29 +110,6 @@ def regenerate_local(run):
     from dflash_train.target import tiny
 
     return tiny.local_config(run.target)
-
-
-def test_a_killed_run_resumes_losing_one_batch_at_most_and_repeats_nothing_stored(tmp_path, monkeypatch):
-    whole = make_run(tmp_path / "whole")
-    regenerate.ensure_answers(whole)
-    run, real, done = make_run(tmp_path / "killed"), hf.HFTarget.answer, []
-    run.target.canary = False  # it answers, too
-
-    def killed(self, prompts, **settings):
-        if len(done) == 2:
-            raise KeyboardInterrupt
-        done.append(len(prompts))
-        return real(self, prompts, **settings)
-
-    monkeypatch.setattr(hf.HFTarget, "answer", killed)
-    with pytest.raises(KeyboardInterrupt):
-        regenerate.ensure_answers(run)
-    assert not (run.answers_dir / "manifest.json").exists() and not (run.answers_dir / "samples.jsonl").exists()
-    monkeypatch.setattr(hf.HFTarget, "answer", real)
-    calls = count_answers(monkeypatch)
-    regenerate.ensure_answers(run)
-    assert sum(done) + sum(calls) == 15 and len(done) == 2
-    assert outputs(run) == outputs(whole)
 
 
 def test_a_broken_target_ends_the_run_before_the_first_answer(tmp_path, monkeypatch):
@@ -238,20 +217,6 @@ def test_a_changed_recipe_is_mixed_again_and_its_old_answers_are_refused(tmp_pat
 
 
 # ---------------------------------------------------------------- the pure parts
-
-
-def test_batches_are_a_function_of_the_prompts_alone():
-    sampled, greedy = rules.Sampling(0.7, 0.8, 20), rules.GREEDY
-    prompts = [rules.Prompt(i, [1] * (i * 37 % 19 + 1), greedy if i % 4 == 0 else sampled) for i in range(50)]
-    batches = rules.plan_batches(prompts, 8, seed=3)
-    assert batches == rules.plan_batches(prompts[::-1], 8, seed=3)
-    assert sorted(p.row for b in batches for p in b.prompts) == list(range(50))
-    assert [b.index for b in batches] == list(range(len(batches))) and len({b.seed for b in batches}) == len(batches)
-    for batch in batches:
-        assert {p.sampling for p in batch.prompts} == {batch.sampling} and len(batch.prompts) <= 8
-        lengths = [len(p.token_ids) for p in batch.prompts]
-        assert lengths == sorted(lengths, reverse=True)
-    assert rules.plan_batches(prompts, 8, seed=4)[0].seed != batches[0].seed
 
 
 def test_sampling_follows_the_thinking_mode_and_the_greedy_share():

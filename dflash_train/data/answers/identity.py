@@ -29,10 +29,23 @@ def check_identity(old: dict, new: dict, folder: Path) -> None:
     """Raise UserError naming both sides of every difference. A mix that is not here is none: answers may be copied."""
     old, new = flat(old), flat(new)
     differ = [key for key in new if old.get(key) != new[key]]
+    if unknown := not_recorded(old, new):
+        raise UserError(f"answers in {folder}", got="an earlier version of dflash_train made them, which did not "
+                        f"record {', '.join(unknown)}", want="answers of this version",
+                        fix=f"delete {folder} to have them made again, or give this run another data.name and keep "
+                        "them; an unfinished folder can only be finished by the version that began it")  # fmt: skip
     if differ:
         say_all = lambda facts: ", ".join(f"{key} = {facts.get(key)}" for key in differ)
         raise UserError(f"answers in {folder}", got=say_all(old), want=say_all(new) + ", as in this run",
                         fix=f"delete {folder}, or give this run another data.name or target.name")  # fmt: skip
+
+
+def not_recorded(old: dict, new: dict) -> list[str]:
+    """Keys that came with a later version of this program than `old`: of a group of facts that both have, old lacks
+    some. (Another group is another way of answering; of the mix's files a mix need not have all.)"""
+    group = lambda key: key.rpartition(".")[0]
+    known = {"", *(group(key) for key in new if key in old)} - {"mix"}
+    return [key for key in new if key not in old and group(key) in known]
 
 
 def flat(value: dict, prefix: str = "") -> dict:
