@@ -1,7 +1,6 @@
 """Hydra glue: absolute conf path, argv spellings, typed config with plug-in options, one-message errors, next
 command."""
 
-import importlib
 import os
 import re
 import shlex
@@ -19,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dflash_train import config as configs
 from dflash_train.util.errors import UserError
 from dflash_train.util.log import say
+from dflash_train.util.plugins import plugin
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF_DIR = ROOT / "conf"
@@ -32,6 +32,8 @@ STAGES = {
     "export": configs.ExportRun,
     "plan": configs.PlanRun,
 }
+STORE_ERRANDS = ("verify", "reopen", "clean", "yes")
+"""Keys of the extract group that the extract stage also takes without its name."""
 GROUPS = ("data", "target", "drafter", "extract", "store", "train", "zero", "eval", "hardware")
 
 
@@ -40,11 +42,12 @@ def stage_command(stage: str) -> str:
     return "deepspeed launch/train.py" if stage == "train" else f"python -m dflash_train.{stage}"
 
 
-def rewrite_argv(argv: list[str]) -> list[str]:
+def rewrite_argv(argv: list[str], stage: str = "") -> list[str]:
     """Turn what people and launchers type into what Hydra takes.
 
     Drops deepspeed's --local_rank in every spelling, turns `--method X` into `eval=X`, and `+group=x` into `group=x`
-    for groups that are already in the defaults list (both spellings are documented).
+    for groups that are already in the defaults list (both spellings are documented); `extract verify=true` is
+    `extract.verify=true`, and so are the other things to do with a store.
     """
     out, i = [], 0
     while i < len(argv):
@@ -63,6 +66,8 @@ def rewrite_argv(argv: list[str]) -> list[str]:
             continue
         if word.startswith("--method="):
             word = "eval=" + word.removeprefix("--method=")
+        if stage == "extract" and word.split("=")[0] in STORE_ERRANDS:
+            word = f"extract.{word}"
         match = re.fullmatch(r"\+(\w+)=(.*)", word)
         out.append(f"{match[1]}={match[2]}" if match and match[1] in GROUPS else word)
         i += 1
@@ -76,13 +81,6 @@ def register_recipes() -> None:
     for path in sorted(RECIPES_DIR.glob("*.yaml")):
         node = OmegaConf.merge(defaults, OmegaConf.load(path))
         ConfigStore.instance().store(group="data", name=path.stem, node=node)
-
-
-def plugin(table: dict[str, str], kind: str, field: str):
-    """The module behind a plug-in name. Raises UserError listing what exists."""
-    if kind not in table:
-        raise UserError(field, got=kind, want=" | ".join(table))
-    return importlib.import_module(table[kind])
 
 
 def _typed_options(node, table: dict[str, str], field: str) -> None:
@@ -165,7 +163,7 @@ def main(stage: str, body: Callable[[configs.Run], int | None]) -> None:
             sys.exit(code)
 
     try:
-        sys.argv[1:] = rewrite_argv(sys.argv[1:])
+        sys.argv[1:] = rewrite_argv(sys.argv[1:], stage)
         entry()
     except UserError as error:
         _fail(str(error))

@@ -14,8 +14,9 @@ from helpers_store import FlakyStore, make_run, write_answers
 from safetensors.torch import load_file
 
 from dflash_train import extract, regenerate
+from dflash_train.capture import worker
 from dflash_train.config import ExtractRun
-from dflash_train.store import local, upload
+from dflash_train.store import claims, local, upload
 from dflash_train.store.shard import fetch_shard, list_markers, read_manifest, read_shard, read_target_head
 from dflash_train.target import tiny
 from dflash_train.util import provenance
@@ -205,8 +206,8 @@ def test_only_what_has_no_marker_is_done(tmp_path, keep, monkeypatch):
     for i in set(range(8)) - keep:
         store.delete(f"markers/train-{i:05d}.json")
     done = []
-    stage = extract.stage
-    monkeypatch.setattr(extract, "stage", lambda *a: (done.append(a[2].shard_id), stage(*a)))
+    stage = worker.stage
+    monkeypatch.setattr(worker, "stage", lambda *a: (done.append(a[2].shard.shard_id), stage(*a)))
     extract.main(run)
     assert done == [f"train-{i:05d}" for i in range(8) if i not in keep]
     assert contents(run) == before
@@ -217,28 +218,33 @@ def test_a_finished_store_is_recognized_without_loading_the_target_or_rendering(
     run = make_run(tmp_path)
     extract.main(run)
     refuse_to_load(monkeypatch)
-    monkeypatch.setattr(extract, "render", lambda setup: pytest.fail("rendered"))
+    monkeypatch.setattr(extract, "rendered_rows", lambda *a: pytest.fail("rendered"))
     assert extract.main(run) is None
     assert "every shard is in" in capsys.readouterr().out
 
 
-def test_a_second_worker_in_the_middle_of_the_first_changes_nothing(tmp_path, monkeypatch, capsys):
-    """Trap 35: 2 workers instead of 1; the first has one shard captured, not published, while the second does all."""
-    alone, run = make_run(tmp_path / "alone"), make_run(tmp_path / "both")
+def test_a_slow_host_that_comes_back_after_another_took_its_shards_over_changes_nothing(tmp_path, monkeypatch, capsys):
+    """Trap 35: two hosts instead of one. The first shows no sign of life while the second does everything, the shard
+    that the first has captured and not published included."""
+    alone, run = make_run(tmp_path / "alone"), make_run(tmp_path / "both", extract__lease_s=0.3)
     extract.main(alone)
-    capture, captured = extract.capture_shard, []
+    monkeypatch.setattr(claims.Claims, "_keep_beating", lambda self: None)
+    capture, captured = worker.capture_shard, []
 
     def interrupted(*arguments):
         capture(*arguments)
-        captured.append(arguments[3].shard_id)
+        captured.append(arguments[2].shard.shard_id)
         if len(captured) == 3:
             assert extract.main(run) is None
 
-    monkeypatch.setattr(extract, "capture_shard", interrupted)
+    monkeypatch.setattr(worker, "capture_shard", interrupted)
     assert extract.main(run) is None
     assert captured.count("train-00002") == 2  # by both, and the second one's marker won
     assert contents(run) == contents(alone)
-    assert "another worker has done it" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "train-00002: taken over from" in out and "no sign of life" in out
+    assert "another host has done it" in out
+    assert not open_store(run).list("claims/") and not open_store(run).list("hosts/")
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ class Row:
     split: str
     token_ids: np.ndarray
     loss_mask: np.ndarray
+    source: str
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -56,7 +57,7 @@ class Rows:
                 self.dropped["short_answer"] += 1
                 continue
             row = Row(split, np.array(rendered.token_ids[:max_tokens], np.int32),
-                      np.array(rendered.loss_mask[:max_tokens], bool))  # fmt: skip
+                      np.array(rendered.loss_mask[:max_tokens], bool), sample.source)  # fmt: skip
             self.num_cut += len(rendered.token_ids) > max_tokens
             if not row.loss_mask.any():
                 self.dropped["no_supervised_token_after_cut"] += 1

@@ -18,6 +18,7 @@ from dflash_train.store.base import ObjectStore
 from dflash_train.store.catalog import marker_groups, write_catalog
 from dflash_train.store.fp8 import E4M3, scale_problems
 from dflash_train.store.gather import DTYPES
+from dflash_train.store.hosts import process_is_gone, read_record
 from dflash_train.store.markers import InvalidMarker, Marker, ShardFacts, fetch_shard, marker_key, remove_marker
 from dflash_train.store.shard import read_manifest, read_shard
 from dflash_train.store.target_files import check_target_files
@@ -125,13 +126,19 @@ def _reopen(store: ObjectStore, marker: Marker | InvalidMarker, lines: dict[str,
 
 
 def _sweep(store: ObjectStore, orphans: list[str], report: Report) -> None:
-    report.living = sorted({key for key, _ in store.list("hosts/")} - set(store.older("hosts/", LIVING_S)))
+    report.living = living_hosts(store)
     if report.living:
         return
     report.orphans = orphans
     report.stale = [key for prefix in ("claims/", "hosts/") for key in store.older(prefix, UNFINISHED_S)]
     store.delete_many(report.orphans + report.stale)
     report.unfinished = store.drop_unfinished(UNFINISHED_S)
+
+
+def living_hosts(store: ObjectStore) -> list[str]:
+    """Records of hosts that seem to extract: written a moment ago, and not by a process of this machine that is gone."""
+    recent = {key for key, _ in store.list("hosts/")} - set(store.older("hosts/", LIVING_S))
+    return sorted(key for key in recent if not process_is_gone(read_record(store, key)))
 
 
 # ---------------------------------------------------------------- one shard

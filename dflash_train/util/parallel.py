@@ -76,13 +76,7 @@ class Workers:
             yield result
 
     def _start(self, module: str) -> None:
-        # A fork of this process would copy torch's threads in whatever state they are; fresh ones would each import it.
-        # The main module is run again in each (runpy, which minds finding it imported), so all but it is imported once.
-        context = multiprocessing.get_context("forkserver")
-        main_spec = getattr(sys.modules["__main__"], "__spec__", None)
-        package, main_name = __name__.partition(".")[0], main_spec.name if main_spec else None
-        ours = [name for name in sys.modules if name.startswith(f"{package}.") and name != main_name]
-        context.set_forkserver_preload([module, *ours])
+        context = fork_server(module)
         self._total, self._told = context.Value("Q", 0), 0
         self._pool = ProcessPoolExecutor(self.num_processes, context, _share_count, (self._total,))
 
@@ -91,6 +85,22 @@ class Workers:
         if total > self._told:
             self.on_count(total - self._told)
         self._told = total
+
+
+def fork_server(module: str):
+    """The multiprocessing context whose processes are forked from a server that has imported `module` and all that this
+    process has of the package.
+
+    A fork of this process would copy torch's threads in whatever state they are; fresh ones would each import it. The
+    main module is run again in each (runpy, which minds finding it imported), so all but it is imported once. No CUDA:
+    what an import has begun to use of it does not survive a fork.
+    """
+    context = multiprocessing.get_context("forkserver")
+    main_spec = getattr(sys.modules["__main__"], "__spec__", None)
+    package, main_name = __name__.partition(".")[0], main_spec.name if main_spec else None
+    ours = [name for name in sys.modules if name.startswith(f"{package}.") and name != main_name]
+    context.set_forkserver_preload([module, *ours])
+    return context
 
 
 def _share_count(total) -> None:

@@ -1,0 +1,273 @@
+"""Worker processes: started, fed shard by shard, watched, replaced when they die, stopped within a bounded time.
+
+A dead worker's staged files are whole and are still uploaded; its unfinished shards go to others. The first worker
+starts alone, so that weights come from a warm page cache, and compiled kernels from theirs, when the others load.
+"""
+
+import multiprocessing
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from time import monotonic
+
+from dflash_train.capture import serve
+from dflash_train.capture.desk import Desk
+from dflash_train.capture.worker import Job, Order
+from dflash_train.config import ExtractConfig
+from dflash_train.util.ahead import Ahead
+from dflash_train.util.errors import UserError
+from dflash_train.util.log import say
+from dflash_train.util.parallel import fork_server
+
+POLL_S = 0.1
+IN_HAND = 2
+"""Jobs a worker has at a time: one it captures, one to go on with. A third may still be on its way to a file."""
+
+
+def visible_gpus(count: int) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES calls each of this process's `count` GPUs."""
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return names[:count] or [str(i) for i in range(count)]
+
+
+@dataclass
+class Slot:
+    """A place for a worker: who is in it, and what it has in hand. gpus: of CUDA_VISIBLE_DEVICES; empty = CPU."""
+
+    name: str
+    gpus: str
+    device: str = ""
+    process: multiprocessing.Process | None = None
+    pipe: connection.Connection | None = None
+    ready: bool = False
+    jobs: dict[str, Job] = field(default_factory=dict)  # not on file yet
+    waiting: int = 0  # of them: not through the target yet
+    heard: float = 0.0
+    deaths: int = 0
+    error: str = ""
+    shown: tuple[str, str | None] = ("", None)
+
+
+class Supervisor:
+    """Runs an order's jobs on `num_workers` worker processes. A context manager: leaving it ends them all."""
+
+    def __init__(self, order: Order, desk: Desk, config: ExtractConfig, gpus: list[str], num_workers: int,
+                 target_files: Callable[[], dict[str, bytes] | None]):  # fmt: skip
+        self.order, self.desk, self.config, self.target_files = order, desk, config, target_files
+        self.slots = [Slot(f"worker {i}", gpus[i] if gpus else "") for i in range(num_workers)]
+        # CUDA does not survive a fork, and even importing a kernel library touches it.
+        self.context = multiprocessing.get_context("spawn") if gpus else fork_server(serve.__name__)
+        self.again: deque[Job] = deque()  # of dead workers
+        self.killed_by: Counter = Counter()  # shard id -> workers that died with it in hand
+        self.warm = self.ending = False
+
+    def __enter__(self) -> "Supervisor":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        self.end(serve.STOP if kind else serve.FINISH)
+
+    def run(self) -> None:
+        """Until every job is on file. Raises UserError for a shard that cannot be made or keeps killing workers, and
+        whatever stops the desk."""
+        with Ahead(self.desk.jobs()) as self.source:
+            self.start(self.slots[0])
+            while not (self.source.finished and self.warm and not self.again and not any(s.jobs for s in self.slots)):
+                self.desk.check()
+                for slot in self.slots:
+                    self.watch(slot)
+                self.hand_out()
+                self.listen(POLL_S)
+                for slot in self.slots:
+                    if slot.ready and not slot.waiting:
+                        self.show(slot, "paused" if self.desk.paused else "idle")
+
+    # ------------------------------------------------------------ handing out
+
+    def hand_out(self) -> None:
+        """Give jobs to those who have the fewest. A job that a worker has died with is given alone, so that a second
+        death is its own doing."""
+        while free := [slot for slot in self.slots if slot.ready and self.has_room(slot)]:
+            slot = min(free, key=lambda slot: len(slot.jobs))
+            job = self.next_job(alone=not slot.jobs)
+            if job is None:
+                return
+            slot.jobs[job.shard.shard_id] = job
+            slot.waiting += 1
+            slot.heard = monotonic()
+            self.send(slot, job)
+
+    def has_room(self, slot: Slot) -> bool:
+        suspects = any(self.killed_by[shard_id] for shard_id in slot.jobs)
+        return slot.waiting < IN_HAND and not suspects
+
+    def next_job(self, alone: bool) -> Job | None:
+        if self.again:
+            return self.again.popleft() if alone else None
+        return None if self.source.finished else self.source.poll()
+
+    def send(self, slot: Slot, message: object) -> None:
+        with suppress(ConnectionError):  # it has just died, which `watch` will see
+            slot.pipe.send(message)
+
+    # ------------------------------------------------------------ listening
+
+    def listen(self, timeout_s: float) -> None:
+        """Take in what the workers say, for at most `timeout_s` when they say nothing."""
+        living = [slot for slot in self.slots if slot.process is not None and slot.process.is_alive()]
+        ends = [slot.pipe for slot in living] + [slot.process.sentinel for slot in living]
+        found = connection.wait(ends, timeout_s)
+        for slot in living:
+            if slot.pipe in found:
+                self.hear(slot)
+
+    def hear(self, slot: Slot) -> None:
+        """Everything that lies in the pipe of a worker, dead or alive."""
+        try:
+            while slot.pipe.poll():
+                slot.heard = monotonic()
+                self.take_in(slot, slot.pipe.recv())
+        except (EOFError, ConnectionError):
+            pass  # `watch` sees that it has ended
+
+    def take_in(self, slot: Slot, message: object) -> None:
+        match message:
+            case serve.Ready(device):
+                slot.ready, slot.device = True, device
+                if not self.warm:
+                    self.warm = True
+                    for other in self.slots[1:]:
+                        self.start(other)
+            case serve.Captured(shard_id, start, stop, seconds):
+                job = slot.jobs[shard_id]
+                slot.waiting -= stop == len(job.rows)
+                self.show(slot, "capturing", shard_id)
+                self.desk.captured(slot.name, job, slice(start, stop), seconds)
+            case serve.Staged(shard_id, path, facts):
+                self.desk.staged(slot.name, slot.jobs.pop(shard_id), path, facts)
+            case serve.Failed(text, final):
+                slot.error = text
+                self.desk.state.error(f"{slot.name}: {text}")
+                if final and not self.ending:
+                    raise UserError(text)
+
+    def show(self, slot: Slot, status: str, shard_id: str | None = None) -> None:
+        """Tell the monitor, where it is new."""
+        if slot.shown != (status, shard_id):
+            slot.shown = (status, shard_id)
+            pid = slot.process.pid if slot.process else None
+            self.desk.state.worker(slot.name, slot.device or slot.gpus or "CPU", pid, status, shard_id)
+
+    # ------------------------------------------------------------ life and death
+
+    def start(self, slot: Slot) -> None:
+        slot.pipe, theirs = self.context.Pipe()
+        arguments = (theirs, self.order, self.target_files())
+        slot.process = self.context.Process(target=serve.serve, args=arguments, name=slot.name, daemon=True)
+        with gpus_of(slot):
+            slot.process.start()
+        theirs.close()
+        slot.ready, slot.waiting, slot.heard = False, 0, monotonic()
+        self.show(slot, "loading")
+
+    def watch(self, slot: Slot) -> None:
+        """Notice a worker that has ended, or that has work and says nothing; another takes its place."""
+        if slot.process is None:
+            return
+        silent = monotonic() - slot.heard
+        if slot.ready and slot.jobs and silent > self.config.hang_s:
+            slot.error = f"it said nothing for {silent:.0f} s (extract.hang_s)"
+            slot.process.kill()
+            slot.process.join()
+        if not slot.process.is_alive():
+            self.hear(slot)
+            self.bury(slot)
+
+    def bury(self, slot: Slot) -> None:
+        """Give its unfinished shards to others, remove what it was writing, and start a new one if it may have one."""
+        why = slot.error or exit_reason(slot.process.exitcode)
+        self.show(slot, "dead")
+        self.desk.state.error(f"{slot.name} died: {why}")
+        say(f"{slot.name} died: {why}" + (f"; to be done again: {', '.join(slot.jobs)}" if slot.jobs else ""))
+        for path in self.order.staging_folder.glob(f".*.{slot.process.pid}.tmp"):
+            path.unlink(missing_ok=True)
+        for job in slot.jobs.values():
+            self.take_back(job, why)
+        self.forget(slot)
+        slot.deaths += 1
+        if slot.deaths <= self.config.max_restarts:
+            self.start(slot)
+        elif all(other.process is None for other in self.slots):
+            raise UserError(
+                "extract.max_restarts", got=f"every worker died {slot.deaths} times, at last of: {why}",
+                want="workers that live", fix="see the messages above; the same command goes on",
+            )  # fmt: skip
+        else:
+            say(f"{slot.name} is given up: it died {slot.deaths} times (extract.max_restarts)")
+
+    def take_back(self, job: Job, why: str) -> None:
+        """Do a job again, unless it has killed too many."""
+        shard_id, samples = job.shard.shard_id, job.shard.sample_ids
+        self.killed_by[shard_id] += 1
+        if self.killed_by[shard_id] > self.config.max_restarts:
+            raise UserError(f"shard {shard_id}", got=f"{self.killed_by[shard_id]} workers died with it: {why}",
+                            want="samples that can be captured; these are " + ", ".join(samples[:5])
+                            + (", ..." if len(samples) > 5 else ""),
+                            fix="a smaller extract.batch_tokens where memory ran out")  # fmt: skip
+        self.desk.again(job)
+        self.again.append(job)
+
+    def forget(self, slot: Slot) -> None:
+        slot.process.join()
+        slot.pipe.close()
+        slot.process, slot.pipe, slot.ready, slot.error = None, None, False, ""
+        slot.jobs, slot.waiting = {}, 0
+
+    def end(self, message: str) -> None:
+        """Tell all workers to end, take in what they still finish, and kill those who take too long."""
+        self.ending, deadline = True, monotonic() + self.config.stop_s
+        for slot in self.slots:
+            if slot.ready:
+                self.send(slot, message)
+            elif slot.process is not None:  # it has nothing in hand
+                slot.process.kill()
+        try:
+            while self.living() and monotonic() < deadline:
+                self.listen(POLL_S)
+        finally:
+            for slot in self.living():
+                say(f"{slot.name} did not end within {self.config.stop_s:.0f} s (extract.stop_s): killed")
+                slot.process.kill()
+            for slot in self.slots:
+                if slot.process is not None:
+                    self.show(slot, "stopped")
+                    self.forget(slot)
+
+    def living(self) -> list[Slot]:
+        """Those still running, after a last look at the pipes of the others."""
+        for slot in self.slots:
+            if slot.process is not None and not slot.process.is_alive():
+                self.hear(slot)
+        return [slot for slot in self.slots if slot.process is not None and slot.process.is_alive()]
+
+
+def exit_reason(code: int | None) -> str:
+    return f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+
+
+@contextmanager
+def gpus_of(slot: Slot) -> Iterator[None]:
+    """The environment in which a worker's process starts: its torch must see its own GPUs alone from the first line."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if slot.gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = slot.gpus
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+        elif slot.gpus:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
