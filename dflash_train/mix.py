@@ -172,7 +172,9 @@ def _write(folder: Path, mix: Mix, split: str) -> dict | None:
 
 
 def describe(run: Run, data: DataConfig, mix: Mix, written: dict[str, dict], record: dict) -> dict:
-    """The manifest: recipe and code, every count, X
+    """The manifest: recipe and code, every count, every reason.
+
+    data: the recipe, hub revisions as commits; record: `made_of` it."""
     total: Counter = Counter()
     contaminated: Counter = Counter()
     pairs = lambda kind: {n: dict(found) for n, report in mix.reports.items() if (found := getattr(report, kind))}
@@ -189,6 +191,8 @@ def describe(run: Run, data: DataConfig, mix: Mix, written: dict[str, dict], rec
         "duplicates": pairs("duplicates"),
         "near_duplicates": pairs("near_duplicates"),
         "contamination": {task: contaminated[task] for task in run.data.decontaminate},
+        "evaluation_items": mix.coverage,
+        "evaluation_wrappers": mix.num_wrappers,
         "evaluation_commits": used_commits(run.data.decontaminate),
         "thinking": {split: counts["thinking"] for split, counts in written.items()},
         "files": {FILES[split]: counts["file"] for split, counts in written.items()},
@@ -237,6 +241,11 @@ def _print_report(run: Run, mix: Mix, manifest: dict) -> None:
             say(f"mix: {name} gave no rows and is skipped (data.allow_short=true)")
         elif wanted is not None and report.taken != wanted:
             say(f"mix: {name} gives {report.taken:,} rows where {wanted:,} were asked for (data.allow_short=true)")
+    for task, found in mix.coverage.items():
+        if found["unchecked"]:
+            say(
+                f"mix: {found['unchecked']:,} of the {found['items']:,} items of {task} say too little to be looked for"
+            )
     size = sum(fact["bytes"] for fact in manifest["files"].values())
     say(
         f"mix: {manifest['rows']['train']:,} train and {manifest['rows']['heldout']:,} held-out prompts, "

@@ -86,4 +86,6 @@ def mix_manifest(data: DataConfig) -> dict:
             key: {}
             for key in ("dropped", "duplicates", "near_duplicates", "contamination", "evaluation_commits", "files")
         },
+        "evaluation_items": {},
+        "evaluation_wrappers": 0,
     }

@@ -134,7 +134,8 @@ def test_the_facts_of_a_small_mix_are_exact(tmp_path):
     ]  # fmt: skip
     same, nearly = (rows for title, rows in found.items() if title.startswith(("The same", "Nearly")))
     assert same == [["code", 3, 3], ["mine", 1, 1]] and nearly == [["code", 1, 1]]
-    assert found["Contamination"] == [[f"file:{tmp_path / 'test.jsonl'}", 2, 2]]
+    assert found["Rows that held one"] == [[f"file:{tmp_path / 'test.jsonl'}", 2, 2]]
+    assert found["Items of the evaluation sets"] == [[f"file:{tmp_path / 'test.jsonl'}", 1, 0]]
     assert found["Who wrote the prompts"] == [["code", "GPT-4"]]
     by_licence = {row[0]: row[1] for row in found["By licence"]}
     ours = sum(row["license"] == "BSD-3-Clause" for row in train)

@@ -32,6 +32,33 @@ def test_a_wrapper_of_more_than_two_items_does_not_count():
     assert Decontaminator({"t": items[:MAX_ITEMS]}).hit(wrapper + " something of my own") == "t"
 
 
+def numbered(word: str, count: int = 20) -> str:
+    return " ".join(f"{word}{i}" for i in range(count))
+
+
+def test_a_text_that_sets_repeat_counts_once_and_for_the_first():
+    item, other = numbered("same"), numbered("other")
+    found = Decontaminator({"a": [(item,), (item, other)], "b": [(item,)], "c": [(f"{item.upper()}!",)]})
+    assert found.num_wrappers == 0 and found.hit(item) == "a" and found.hit(other) == "a"
+    apart = Decontaminator({"a": [(f"{item} {numbered(f'tail{i}x')}",) for i in range(3)]})
+    assert apart.num_wrappers > 0 and apart.hit(item) is None  # what different texts share is a wrapper still
+
+
+def test_a_turn_that_held_out_rows_repeat_is_a_wrapper():
+    turn = numbered("always")
+    rows = [(turn, numbered(f"row{i}x")) for i in range(3)]
+    found = Decontaminator({"heldout": rows}, long_only=("heldout",))
+    assert found.hit(turn) is None and found.hit(numbered("row1x")) == "heldout"
+
+
+def test_items_that_a_row_could_hold_unnoticed_are_counted():
+    nested = [(numbered("w", count),) for count in (20, 21, 22)]  # all of the first is in three items
+    items = [*nested, (), ("",), (numbered("own"),), ("x = 1",)]
+    found = Decontaminator({"t": items})
+    assert found.hit(nested[0][0]) is None and found.hit(nested[1][0]) == "t"
+    assert found.unchecked(items) == 3 and found.unchecked(items[1:]) == 2 and found.unchecked(items[5:]) == 0
+
+
 def test_one_items_repetition_of_its_own_text_is_no_wrapper():
     assert Decontaminator({"t": [(LONG, f"def f():\n    '''{LONG}'''", LONG)]}).hit(LONG) == "t"
 

@@ -17,6 +17,8 @@ def bfcl(tmp_path, monkeypatch):
     rows = [
         {"id": "a", "question": [[turn("Be exact.", "system"), turn("What is the weather in Rome today?")]]},
         {"id": "b", "question": [[turn("bye")], [turn("Now book me a table for two.")]]},
+        {"id": "c", "question": [[turn("北京今天的天气怎么样")]]},
+        {"id": "d", "question": [[turn("bye")]]},
     ]
     files = {
         "bfcl_eval/data/BFCL_v4_simple.json": "".join(json.dumps(row) + "\n" for row in rows),
@@ -28,7 +30,7 @@ def bfcl(tmp_path, monkeypatch):
 
 def test_bfcl_gives_the_user_turns_that_say_something(bfcl):
     assert contamination_texts(["bfcl"])["bfcl"] == [
-        ("What is the weather in Rome today?",), ("Now book me a table for two.",)
+        ("What is the weather in Rome today?",), ("Now book me a table for two.",), ("北京今天的天气怎么样",), ()
     ]  # fmt: skip
     assert evaluation_need("bfcl").ok
 

@@ -16,6 +16,7 @@ from dflash_train.config import SourceConfig
 from dflash_train.data.hub import hub
 from dflash_train.data.hub.files import hub_rows
 from dflash_train.data.mixing.candidates import HELDOUT_TASK
+from dflash_train.data.mixing.decontaminate import words_of
 from dflash_train.data.reachable import source_need, wheel_need
 from dflash_train.util.checks import Check
 from dflash_train.util.errors import UserError
@@ -23,7 +24,7 @@ from dflash_train.util.packages import fetch_wheel
 from dflash_train.util.provenance import digest
 
 BFCL = ("bfcl-eval", "2026.3.23")
-MIN_TURN_WORDS = 5
+MIN_TURN_WORDS = 5  # or CJK characters
 _HUB = re.compile(r"hub:([\w.-]+/[\w.-]+)(?:@([0-9a-f]{40}))?:(?:([\w.-]+)/)?([\w.-]+):(\w+)")
 NAMES = (*TASKS, "bfcl", "file:<path.jsonl>", "hub:<owner/name>:<subset/split>:<column>", HELDOUT_TASK)
 
@@ -65,7 +66,8 @@ def _bfcl_texts() -> list[tuple[str, ...]]:
 
 def _says(text: str) -> bool:
     """Turns such as "bye" or "can you help" are no item: nothing is learnt for it from a row that has them."""
-    return len(text.split()) >= MIN_TURN_WORDS
+    words, cjk = words_of(text)
+    return len(words) + len(cjk) >= MIN_TURN_WORDS
 
 
 def hub_set(name: str) -> tuple[SourceConfig, str]:

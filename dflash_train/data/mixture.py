@@ -22,13 +22,13 @@ from pathlib import Path
 import numpy as np
 
 from dflash_train.config import DataConfig
-from dflash_train.data.mixing.candidates import HELDOUT_TASK, Candidate, asked_text, prepare
+from dflash_train.data.mixing.candidates import HELDOUT_TASK, Candidate, asked_text, decontaminator, prepare
 from dflash_train.data.mixing.near_duplicates import NearIndex
 from dflash_train.data.mixing.pool import Pool, Side, SourceReport
 from dflash_train.data.mixing.selection import Selection
 from dflash_train.data.mixing.sift import sift
 from dflash_train.data.recipe import plan_takes
-from dflash_train.util.io import write_json
+from dflash_train.util.io import read_json, write_json
 from dflash_train.util.parallel import Workers, num_cores
 from dflash_train.util.provenance import digest, stable_hash
 
@@ -37,11 +37,15 @@ UNBOUNDED = 2**62  # rows of a source that has more than anyone asked for
 
 @dataclass
 class Mix:
-    """The result: per-source reports, and the chosen candidates in final order, whose rows `rows` reads back."""
+    """The result: per-source reports, and the chosen candidates in final order, whose rows `rows` reads back. coverage:
+    by task the evaluation items that were looked for, and how many of them a row could hold unnoticed; num_wrappers:
+    n-grams of too many items to count."""
 
     reports: dict[str, SourceReport]
     splits: dict[str, list[Candidate]]
     spools: dict[str, Path]
+    coverage: dict[str, dict[str, int]]
+    num_wrappers: int
 
     def rows(self, split: str) -> Iterator[dict]:
         """Canonical rows of "train", "heldout" or "reserve", in their order, one read each."""
@@ -237,8 +241,14 @@ class Mixer:
         heldout = final(c for outcome in outcomes.values() for c in outcome.heldout)
         used = Counter(candidate.source for candidate in train)
         reserve = [c for name, out in outcomes.items() for c in out.reserve[: self.num_reserve(used[name])]]
+        evaluation = decontaminator(self.texts)
         return Mix(
-            {name: pool.report(outcomes[name]) for name, pool in self.pools.items()},
-            {"train": train, "heldout": heldout, "reserve": reserve},
-            {name: pool.rows_path for name, pool in self.pools.items()},
+            reports={name: pool.report(outcomes[name]) for name, pool in self.pools.items()},
+            splits={"train": train, "heldout": heldout, "reserve": reserve},
+            spools={name: pool.rows_path for name, pool in self.pools.items()},
+            coverage={
+                task: {"items": len(items), "unchecked": evaluation.unchecked(items)}
+                for task, items in read_json(self.texts).items()
+            },
+            num_wrappers=evaluation.num_wrappers,
         )

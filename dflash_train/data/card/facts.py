@@ -147,8 +147,16 @@ def contamination(mix: dict) -> Section:
         return Section("Contamination", ["The recipe names no evaluation set to check against (data.decontaminate)."])
     by_source = {name: entry["contaminated"] for name, entry in mix["sources"].items()}
     tasks = {**mix["contamination"], **dict.fromkeys(chain(*by_source.values()))}
-    table = _matrix("", "evaluation set", tasks, by_source)
-    return Section("Contamination", ["Prompts that held an item of an evaluation set. None of them is in it."], [table])
+    rows = [[task, found["items"], found["unchecked"]] for task, found in sorted(mix["evaluation_items"].items())]
+    notes = [
+        "Prompts that held an item of an evaluation set. None of them is in it.",
+        f"Word runs of more than two items are prompt wrappers and count for none ({mix['evaluation_wrappers']:,} of "
+        "them). Not looked for: items that say too little, or no more than a wrapper.",
+    ]
+    return Section("Contamination", notes, [
+        _matrix("Rows that held one", "evaluation set", tasks, by_source),
+        Table("Items of the evaluation sets", ["evaluation set", "items", "not looked for"], rows),
+    ])  # fmt: skip
 
 
 # ---------------------------------------------------------------- what the rows are

@@ -85,7 +85,7 @@ class Prepared:
 def prepare(job: PrepareJob) -> Prepared:
     """Clean, cut, measure and describe each row. Raises UserError for a bad row with data.strict."""
     out, lines = Prepared(), bytearray()
-    decontaminator = _decontaminator(job.texts)
+    evaluation = decontaminator(job.texts)
     signatures = [] if job.source.bucket in job.data.near_duplicates.buckets else None
     for (_, number), raw in zip(job.places, read_places(job.spool, [place for place, _ in job.places]), strict=True):
         out.rows += 1
@@ -106,7 +106,7 @@ def prepare(job: PrepareJob) -> Prepared:
                 out.filtered[reason] += 1
                 continue
             line = json_line(sample.to_json()).encode("utf-8")
-            candidate = _candidate(job.data, raw, messages, sample, decontaminator)
+            candidate = _candidate(job.data, raw, messages, sample, evaluation)
             candidate.offset, candidate.size = len(lines), len(line)
             lines += line
             out.candidates.append(candidate)
@@ -120,7 +120,8 @@ def prepare(job: PrepareJob) -> Prepared:
 
 
 @lru_cache(maxsize=2)  # one for held-out rows, one for the others, in each process
-def _decontaminator(texts: Path) -> Decontaminator:
+def decontaminator(texts: Path) -> Decontaminator:
+    """Of the texts in the file that the mixer wrote."""
     return Decontaminator(read_json(texts), long_only=(HELDOUT_TASK,))
 
 
@@ -178,7 +179,7 @@ def length_reason(sample: Sample, data: DataConfig) -> str | None:
 
 
 def _candidate(
-    data: DataConfig, raw: RawRow, messages: list[dict], sample: Sample, decontaminator: Decontaminator
+    data: DataConfig, raw: RawRow, messages: list[dict], sample: Sample, evaluation: Decontaminator
 ) -> Candidate:
     texts = [message["content"] for message in sample.messages]
     return Candidate(
@@ -189,7 +190,7 @@ def _candidate(
         keys=tuple(dict.fromkeys((dedupe_key(messages, sample.tools), dedupe_key(sample.messages, sample.tools)))),
         unique=raw.unique,
         kind=raw.kind,
-        contaminated=next(filter(None, map(decontaminator.hit, texts)), None),
+        contaminated=next(filter(None, map(evaluation.hit, texts)), None),
         poor=next((reason for text in texts if (reason := poor(text, data.quality))), None),
         offset=0,
         size=0,

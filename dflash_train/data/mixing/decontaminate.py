@@ -129,6 +129,10 @@ class _Grams:
 class Decontaminator:
     """Finds evaluation text in training text. tasks: {task: [item]}, an item being the texts of one evaluation
     example. Tasks in `long_only` count by full-length grams alone (a mix's own held-out rows have turns like "go on").
+
+    A text that evaluation sets repeat, one set under several names or one question in several of its files, counts once
+    and for the first: as several items it would pass for a prompt wrapper and not be looked for. A turn that held-out
+    rows repeat is one: dropping every training row with it would empty its source.
     """
 
     def __init__(self, tasks: dict[str, list[tuple[str, ...]]], long_only: Sequence[str] = ()):
@@ -137,14 +141,23 @@ class Decontaminator:
         self._cjk = _Grams(_Kind(NUM_CJK_CHARS, MIN_CONTAINED_CJK))
         self._whole: dict[str, str] = {}
         self._functions: dict[tuple[str, str], str] = {}
+        known: set[str] = set()
         for number, (task, items) in enumerate(tasks.items()):
             for item in items:
-                self._add(number, task, [words_of(text) for text in item], task in long_only)
+                texts = [words_of(text) for text in item]
+                if task not in long_only:
+                    texts = [text for text in texts if (whole := _whole(*text)) not in known and not known.add(whole)]
+                self._add(number, task, texts, task in long_only)
                 if task not in long_only:
                     self._functions.update((found, task) for text in item for found in functions_of(text))
         self._words.finish()
         self._cjk.finish()
         self.num_wrappers = self._words.num_wrappers + self._cjk.num_wrappers
+
+    def unchecked(self, items: list[tuple[str, ...]]) -> int:
+        """How many of a task's items a training row could hold unnoticed: they say too little, or only what is a prompt
+        wrapper."""
+        return sum(not any(self.hit(text) for text in item) for item in items)
 
     def _add(self, number: int, task: str, texts: list[tuple[list[str], str]], long_only: bool) -> None:
         least = lambda kind: kind.size if long_only else kind.shortest
