@@ -22,7 +22,8 @@ class MonitorConfig:
 
 @dataclass
 class ExtractConfig:
-    """Capture. layer_ids null = the formula with num_taps. What is below `verify` changes no byte of the store."""
+    """Capture. layer_ids null = the formula with num_taps. What is below `verify` decides no content of the
+    store."""
 
     layer_ids: list[int] | None = None
     num_taps: int = 5
@@ -34,7 +35,7 @@ class ExtractConfig:
     clean: bool = False  # only show what this run has left in the store, ask, and delete that
     yes: bool = False  # with clean: do not ask
     num_workers: int | None = None  # processes that capture; null = one per visible GPU (or group), 0 = none but this
-    gpus_per_worker: int = 1
+    gpus_per_worker: int = 1  # more: they share out the target's heads (tensor parallel); rows differ by rounding
     max_restarts: int = 3  # of each worker; the same number of deaths condemns a shard
     hang_s: float = 900.0  # a worker with a shard in hand that says nothing for so long is killed
     stop_s: float = 60.0  # after SIGTERM or Ctrl-C: so long for finishing batches and writing captured shards
@@ -49,9 +50,7 @@ class ExtractConfig:
         require(self.window_samples > 0, "extract.window_samples", got=self.window_samples, want="> 0")
         require(self.num_workers is None or self.num_workers >= 0, "extract.num_workers", got=self.num_workers,
                 want=">= 0, or null for one per visible GPU")  # fmt: skip
-        require(self.gpus_per_worker == 1, "extract.gpus_per_worker", got=self.gpus_per_worker,
-                want="1: this version has no tensor parallel capture",
-                fix="extract.num_workers=0 spreads a large target over all GPUs, layer by layer")  # fmt: skip
+        require(self.gpus_per_worker >= 1, "extract.gpus_per_worker", got=self.gpus_per_worker, want=">= 1")
         require(self.max_restarts >= 0, "extract.max_restarts", got=self.max_restarts, want=">= 0")
         for key in ("hang_s", "stop_s", "lease_s"):
             require(vars(self)[key] > 0, f"extract.{key}", got=vars(self)[key], want="> 0")

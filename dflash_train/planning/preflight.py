@@ -71,13 +71,13 @@ def check_device(run: Run) -> Check:
     return Check("device", other is None, other or describe(gpus), "hardware=auto, or the profile of this machine")
 
 
-def check_gpu_memory(run: Run, need_bytes: int, fix: str) -> list[Check]:
-    """One row where a GPU will be used, none elsewhere. A process alone has all visible GPUs: a target too large for
-    one is spread over them."""
+def check_gpu_memory(run: Run, need_bytes: int, fix: str, num_gpus: int | None = None) -> list[Check]:
+    """One row where a GPU will be used, none elsewhere. num_gpus: those that hold a copy of the target together; null:
+    a process alone has all visible ones, and a target too large for one is spread over them."""
     if run.hardware.device == "cpu" or cuda_problem():
         return []
     gpus = gpus_at_hand()
-    mine = gpus if world_size() == 1 else gpus[local_rank() : local_rank() + 1]
+    mine = gpus[:num_gpus] if world_size() == 1 else gpus[local_rank() : local_rank() + 1]
     total = sum(gpu.memory_bytes for gpu in mine)
     return [Check("GPU memory", total >= need_bytes, f"{human_bytes(total)} on {describe(mine)}, about "
                   f"{human_bytes(need_bytes)} needed", fix)]  # fmt: skip
