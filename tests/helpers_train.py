@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from dflash_train import train as stage
 from dflash_train.config import TrainRun
 from dflash_train.engine import zero
 from dflash_train.records import HiddenShard, TargetHead
+from dflash_train.store.fp8 import quantize
 from dflash_train.store.local import LocalStore
 from dflash_train.store.shard import Marker, ShardFacts, publish_shard, put_manifest, write_shard
 from dflash_train.store.target_files import write_target_files
@@ -55,16 +57,22 @@ def make_shard(shard_id: str, lengths: list[int], seed: int, dtype=torch.bfloat1
 
 
 def make_store(
-    root: Path, train: list[list[int]], heldout: list[list[int]] = (), *, prompt: int = 4, manifest: dict | None = None
+    root: Path,
+    train: list[list[int]],
+    heldout: list[list[int]] = (),
+    *,
+    prompt: int = 4,
+    manifest: dict | None = None,
+    fp8: bool = False,
 ) -> LocalStore:
-    """train, heldout: sample lengths per shard. Returns the store at root/NAME."""
+    """train, heldout: sample lengths per shard. fp8: hidden rows in eight bits. Returns the store at root/NAME."""
     store = LocalStore(Path(root, NAME))
     generator = torch.Generator().manual_seed(7)
     embedding = 0.15 * torch.randn(VOCAB, WIDTH, generator=generator)
     facts = {
         "target": {"name": "tiny", "fingerprint": "f" * 16, "config": TARGET_CONFIG, "stop_ids": [STOP]},
         "layer_ids": TAPS,
-        "hidden_size": WIDTH, "dtype": "bfloat16", "last_hidden": False, "mask_token_id": MASK,
+        "hidden_size": WIDTH, "dtype": "fp8" if fp8 else "bfloat16", "last_hidden": False, "mask_token_id": MASK,
         "chat_template_hash": "t" * 16, "shards": {"train": len(train), "heldout": len(heldout)},
         "samples": {"train": sum(map(len, train)), "heldout": sum(map(len, heldout))},
         "tokens": {"train": sum(map(sum, train)), "heldout": sum(map(sum, heldout))},
@@ -73,14 +81,18 @@ def make_store(
     for split, groups in (("train", train), ("heldout", heldout)):
         for i, lengths in enumerate(groups):
             seed = i + 1000 * (split == "heldout")
-            add_shard(store, Path(root), f"{split}-{i:05d}", lengths, seed=seed, prompt=prompt)
+            add_shard(store, Path(root), f"{split}-{i:05d}", lengths, seed=seed, prompt=prompt, fp8=fp8)
     head = TargetHead(embedding, embedding, torch.ones(WIDTH), 0.0, 1e-6)
     write_target_files(store, head, {"config.json": json.dumps(TARGET_CONFIG).encode()})
     return store
 
 
-def add_shard(store: LocalStore, root: Path, shard_id: str, lengths: list[int], seed: int, prompt: int = 4) -> Marker:
+def add_shard(store: LocalStore, root: Path, shard_id: str, lengths: list[int], seed: int, prompt: int = 4,
+              fp8: bool = False) -> Marker:  # fmt: skip
     shard = make_shard(shard_id, lengths, seed, prompt=prompt)
+    if fp8:
+        codes, scales = quantize(shard.hidden, len(TAPS))
+        shard = replace(shard, hidden=codes, hidden_scale=scales)
     path = root / f"{shard_id}.safetensors"
     write_shard(path, shard)
     marker = publish_shard(store, path, ShardFacts.of(shard_id, shard))

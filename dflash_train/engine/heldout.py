@@ -1,6 +1,7 @@
 """Held-out loss, per-slot accuracy and walk-simulated acceptance of the drafter inside the engine, over all ranks."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -9,8 +10,8 @@ from dflash_train.drafter.loss import Objective
 from dflash_train.drafter.walk import evaluate_samples, sample_batch
 from dflash_train.engine.agree import together
 from dflash_train.engine.zero import ZeroEngine
-from dflash_train.records import DraftBatch, TargetHead
-from dflash_train.store.loader import ShardCache
+from dflash_train.records import DraftBatch, HiddenShard, TargetHead
+from dflash_train.store.loader import ShardCache, hidden_rows
 from dflash_train.store.shard import Marker
 from dflash_train.util import dist
 
@@ -31,7 +32,7 @@ def evaluate_heldout(
                                            attention=attention, device=engine.device)  # fmt: skip
     with engine.evaluating():
         before = engine.num_forwards
-        stats = run(sample_batch(cache.get(marker), j) for marker, j in mine)
+        stats = run(heldout_sample(cache.get(marker), j) for marker, j in mine)
         # Under ZeRO-3 each forward is a collective: ranks with fewer of them keep the others company.
         counts = [0.0] * dist.world_size()
         counts[dist.rank()] = float(engine.num_forwards - before)
@@ -56,9 +57,15 @@ def evaluate_heldout(
     }
 
 
+def heldout_sample(shard: HiddenShard, j: int) -> DraftBatch:
+    """Sample j of a shard as a batch of its own, decoded where its rows are stored in eight bits."""
+    rows = slice(int(shard.offsets[j]), int(shard.offsets[j + 1]))
+    return replace(sample_batch(shard, j), hidden=hidden_rows(shard, rows, torch.bfloat16)[None])
+
+
 def _smallest_sample(cache: ShardCache, marker: Marker) -> DraftBatch:
     """Two tokens of a real sample, all supervised: exactly one forward."""
-    sample = sample_batch(cache.get(marker), 0)
+    sample = heldout_sample(cache.get(marker), 0)
     cut = lambda t: None if t is None else t[:, :2]
     return DraftBatch(
         cut(sample.token_ids), torch.ones(1, 2, dtype=torch.bool), cut(sample.document_ids), cut(sample.position_ids),

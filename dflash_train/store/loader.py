@@ -129,7 +129,7 @@ class RowReader:
 
 
 def hidden_rows(shard: HiddenShard, rows: slice, dtype: torch.dtype) -> Tensor:
-    """Captured rows [n, L*H] of a shard, decoded to `dtype` where they are stored in eight bits."""
+    """Captured rows [n, L*H] of a shard: as they are stored, or decoded to `dtype` where that is eight bits."""
     if shard.hidden_scale is None:
         return shard.hidden[rows]
     return dequantize(shard.hidden[rows], shard.hidden_scale[rows], dtype)

@@ -199,7 +199,7 @@ class Uploader:
                     raise
                 pause = min(MAX_BACKOFF_S, self.backoff_s * 2 ** (attempt - 1)) * random.uniform(0.5, 1.5)
                 attempt += 1
-                why = str(error).splitlines()[0]
+                why = f"{error.got}" if isinstance(error, UserError) else str(error)
                 say(f"{what} failed ({why}); try {attempt} of {attempts} in {pause:.1f} s")
                 self.on_retry(what, why)
                 self._pause(pause)

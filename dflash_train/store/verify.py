@@ -136,7 +136,7 @@ def _sweep(store: ObjectStore, orphans: list[str], report: Report) -> None:
 
 
 def living_hosts(store: ObjectStore) -> list[str]:
-    """Records of hosts that seem to extract: written a moment ago, and not by a process of this machine that is gone."""
+    """Records of hosts that seem to extract: just written, and not by a process of this machine that is gone."""
     recent = {key for key, _ in store.list("hosts/")} - set(store.older("hosts/", LIVING_S))
     return sorted(key for key in recent if not process_is_gone(read_record(store, key)))
 
@@ -191,7 +191,7 @@ def zero_problems(shard: HiddenShard, num_layers: int) -> list[str]:
         if rows is None:
             continue
         bits = rows.view(torch.uint8) & 0x7F if rows.dtype == E4M3 else rows
-        zeros = ~bits.unflatten(1, (parts, -1)).any(-1)
+        zeros = (bits.unflatten(1, (parts, -1)) == 0).all(-1)
         if zeros.any():
             places = zeros.any(0).nonzero().flatten().tolist()
             where = "" if name == "last_hidden" or len(places) == num_layers else f" in captured layer(s) {places}"
