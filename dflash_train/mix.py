@@ -31,9 +31,11 @@ from dflash_train.plan import check_disk, preflight
 from dflash_train.util.checks import Check
 from dflash_train.util.errors import UserError
 from dflash_train.util.io import human_bytes, sha256_file, write_json, write_jsonl
+from dflash_train.util.locks import one_at_a_time
 from dflash_train.util.log import Progress, say, table
 from dflash_train.util.provenance import provenance
 
+PATIENCE_S = 4 * 3600.0  # for another process that makes the same mix
 BYTES_PER_ROW = 20_000  # spooled and final text of one row, generously; for the disk check alone
 
 
@@ -48,16 +50,23 @@ def main(run: Run) -> None:
 
 def ensure_mix(run: Run) -> Path:
     """The folder with this run's mix, made now unless a complete one of the same recipe, limit and inputs is there.
+    Of several processes that come at once one makes it, and the others wait.
 
     Raises UserError when a source or an evaluation set cannot be reached, is short, or (data.strict) has a bad row.
     """
-    problem = mix_problem(run)
-    if problem is None:
-        say(f"mix: {run.mix_dir} is complete and up to date")
-        return run.mix_dir
-    missing = [need for need in needs(run) if not need.ok]
-    if missing:
-        raise UserError(missing[0].name, got=missing[0].detail, fix=missing[0].fix)
+    if mix_problem(run) is not None:
+        if missing := [need for need in needs(run) if not need.ok]:
+            raise UserError(missing[0].name, got=missing[0].detail, fix=missing[0].fix)
+        lock = run.mix_dir.with_name(f".{run.mix_dir.name}.lock")
+        with one_at_a_time(lock, f"the mix {run.mix_dir}", PATIENCE_S):
+            if problem := mix_problem(run):  # still, now that nobody else makes it
+                return _make(run, problem)
+    say(f"mix: {run.mix_dir} is complete and up to date")
+    return run.mix_dir
+
+
+def _make(run: Run, problem: str) -> Path:
+    """Make the mix. problem: why there is none."""
     evaluation, data = contamination_texts(run.data.decontaminate), pin(run.data)
     record = made_of(data, run.limit, evaluation_facts(run.data.decontaminate))  # before reading: a later change shows
     say(f"mix: making {run.mix_dir} ({problem})")

@@ -25,7 +25,6 @@ from dflash_train.data.answers.server import Server
 from dflash_train.data.answers.work import Work
 from dflash_train.data.card import write_card
 from dflash_train.data.chat import Renderer
-from dflash_train.data.recipe import NO_PART_OF_A_MIX
 from dflash_train.decode.batched import Batches, window_rows
 from dflash_train.decode.greedy import check_greedy
 from dflash_train.target import TARGETS
@@ -33,9 +32,9 @@ from dflash_train.target.base import TargetModel
 from dflash_train.target.canary import check_target
 from dflash_train.util.device import cpu_has_bfloat16, cuda_problem
 from dflash_train.util.errors import UserError
-from dflash_train.util.io import human_bytes, read_json, read_jsonl, write_json, write_jsonl
+from dflash_train.util.io import count_lines, human_bytes, read_json, write_json, write_jsonl
 from dflash_train.util.log import duration, say, table
-from dflash_train.util.provenance import canonical_json, provenance, redact
+from dflash_train.util.provenance import provenance
 
 BYTES_PER_TOKEN = 24  # text and ids in samples.jsonl, and the same again in parts/ until the merge
 
@@ -113,11 +112,13 @@ def open_work(run: Run):
 def preflight(run: Run, weights) -> None:
     """The table: prompts, weights, disk, memory, device. Exits 2 when something is missing, before any download."""
     answers = run.data.answers
-    problem, loaded = mix_problem(run), answers.server is None or answers.client.compare
-    rows = (run.data.total or 0) if problem else sum(1 for path in mix_paths(run)[:2] for _ in read_jsonl(path))
+    problem, loaded = mix.mix_problem(run), answers.server is None or answers.client.compare
+    rows = (run.data.total or 0) if problem else sum(map(count_lines, mix_paths(run)[:2]))
     text_bytes = rows * answers.max_new_tokens * BYTES_PER_TOKEN
+    there_bytes = sum(path.stat().st_size for path in (run.answers_dir / "parts").glob("*.jsonl"))
     found = f"{problem}: mix runs first" if problem else f"{rows:,} in {run.mix_dir}"
-    on_disk = text_bytes + weights.download_bytes + (weights.num_bytes if weights.download_bytes else 0)
+    weight_bytes = weights.download_bytes + (weights.num_bytes if weights.download_bytes else 0)
+    on_disk = weight_bytes + max(0, text_bytes - there_bytes)
     in_memory = int(1.3 * weights.num_bytes) * (2 if run.target.dtype == "float32" else 1) + 500_000_000
     checks = [
         plan.Check("prompts", True, found),
@@ -127,9 +128,10 @@ def preflight(run: Run, weights) -> None:
     ]
     at_once = answers.client.concurrency if answers.server else answers.batch_size
     where = f" on {answers.server}" if answers.server else ""
+    there = f", of which {human_bytes(there_bytes)} are there" if there_bytes else ""
     todo = [f"regenerate: {run.target.name} answers {f'{rows:,} prompts' if rows else 'the mix'}, up to "
             f"{answers.max_new_tokens} tokens each, {at_once} at a time{where}, into {run.answers_dir} "
-            f"(at most {human_bytes(text_bytes)})"]  # fmt: skip
+            f"(at most {human_bytes(text_bytes)}{there})"]  # fmt: skip
     if loaded and (slow := bfloat16_problem(run)):
         todo.append(slow)
     if problem:
@@ -151,20 +153,9 @@ def mix_paths(run: Run) -> list[Path]:
     return [run.mix_dir / name for name in FILES.values()]
 
 
-def mix_problem(run: Run) -> str | None:
-    """Why the prompts of this recipe are not there, or None. Needs none of the recipe's sources."""
-    manifest = run.mix_dir / "manifest.json"
-    if not all(path.exists() for path in [manifest, *mix_paths(run)[:2]]):
-        return f"no prompts in {run.mix_dir}"
-    recipe = lambda data: {key: value for key, value in data.items() if key not in ("name", *NO_PART_OF_A_MIX)}
-    mixed = read_json(manifest)["config"]["data"]
-    same = canonical_json(recipe(mixed)) == canonical_json(redact(recipe(dataclasses.asdict(run.data))))
-    return None if same else f"the recipe of {run.mix_dir} has changed"
-
-
 def ensure_prompts(run: Run, answered: bool) -> None:
-    """Run `mix` first where its rows are absent or of another recipe, and say so. Complete answers do without them."""
-    problem = mix_problem(run)
+    """Run `mix` first where its rows are absent or out of date, and say why. Complete answers do without them."""
+    problem = mix.mix_problem(run)
     if problem and not (answered and not any(path.exists() for path in mix_paths(run))):
         say(f"{problem}: running mix first")
         mix.ensure_mix(run)

@@ -2,6 +2,11 @@
 
 import dataclasses
 import json
+import re
+import shutil
+import threading
+import time
+from pathlib import Path
 
 import pytest
 from helpers_data import mix_manifest
@@ -23,7 +28,7 @@ from dflash_train.records import Sample
 from dflash_train.target import hf, tiny
 from dflash_train.target.tiny import tiny_tokenizer
 from dflash_train.util.errors import UserError
-from dflash_train.util.io import read_jsonl, write_json, write_jsonl
+from dflash_train.util.io import json_line, read_jsonl, write_json, write_jsonl
 
 NAMES = ("samples.jsonl", "heldout.jsonl")
 
@@ -196,6 +201,23 @@ def test_dry_run_and_missing_needs_stop_before_anything_is_written(tmp_path, mon
     assert stop.value.code == 2 and "MISSING" in capsys.readouterr().out
 
 
+def test_a_run_that_fitted_the_disk_fits_it_when_it_is_resumed(tmp_path, monkeypatch, capsys):
+    """The answers that lie there already take no further room."""
+    run = make_run(tmp_path)
+    needed, there = 15 * 8 * regenerate.BYTES_PER_TOKEN, 2_000
+    free = lambda run: shutil._ntuple_diskusage(10**9, 0, needed - there)
+    monkeypatch.setattr(shutil, "disk_usage", free)
+    with pytest.raises(SystemExit) as stop:
+        regenerate.ensure_answers(run)
+    assert stop.value.code == 2 and "disk" in capsys.readouterr().out
+    (run.answers_dir / "parts").mkdir(parents=True)
+    record = json_line({"row": 0, "dropped": "empty", "detail": ""})
+    record = json_line({"row": 0, "dropped": "empty", "detail": "x" * (there - len(record))})
+    (run.answers_dir / "parts" / "000000.jsonl").write_text(record)
+    regenerate.ensure_answers(run)
+    assert "of which 2.0 KB are there" in capsys.readouterr().out
+
+
 def test_an_absent_mix_is_made_first_and_said(tmp_path, monkeypatch, capsys):
     run = make_run(tmp_path)
     (run.mix_dir / "manifest.json").unlink()
@@ -207,13 +229,42 @@ def test_an_absent_mix_is_made_first_and_said(tmp_path, monkeypatch, capsys):
     assert made == [1] and "running mix first" in capsys.readouterr().out
 
 
-def test_a_changed_recipe_is_mixed_again_and_its_old_answers_are_refused(tmp_path, monkeypatch):
+def test_shares_that_start_at_once_make_one_mix_between_them(tmp_path, monkeypatch, capsys):
+    run, made = make_run(tmp_path), []
+    (run.mix_dir / "manifest.json").unlink()
+
+    def make(run, problem):
+        made.append(problem)
+        time.sleep(0.3)
+        write_mix(run, [make_sample(i) for i in range(3)], [])
+
+    monkeypatch.setattr(regenerate.mix, "needs", lambda run: [])
+    monkeypatch.setattr(regenerate.mix, "_make", make)
+    shares = [threading.Thread(target=regenerate.ensure_prompts, args=(run, False)) for _ in range(3)]
+    for share in shares:
+        share.start()
+    for share in shares:
+        share.join()
+    assert len(made) == 1 and regenerate.mix.mix_problem(run) is None
+    assert "waiting for the mix" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change, named", [
+    (lambda run: setattr(run.data.sources["mine"], "take", 3), "sources.mine.take was null, and is 3 now"),
+    (lambda run: Path("x.jsonl").write_text("{}"), "inputs.mine was"),
+    (lambda run: run.data.decontaminate.append("bfcl"), "bfcl"),
+    (lambda run: (run.mix_dir / "heldout.jsonl").unlink(), r"heldout\.jsonl is missing or cut"),
+], ids=["recipe", "source file", "evaluation set", "file gone"])  # fmt: skip
+def test_a_mix_out_of_date_is_made_again_and_its_old_answers_are_refused(tmp_path, monkeypatch, capsys, change, named):
+    monkeypatch.chdir(tmp_path)
+    Path("x.jsonl").write_text("")
     run = make_run(tmp_path)
     regenerate.ensure_answers(run)
-    run.data.sources["mine"].take = 3
+    change(run)
     monkeypatch.setattr(regenerate.mix, "ensure_mix", lambda run: write_mix(run, [make_sample(1)], []))
     with pytest.raises(UserError, match=r"mix\.prompts\.jsonl = "):
         regenerate.ensure_answers(run)
+    assert re.search(f"{named}.*: running mix first", capsys.readouterr().out)
 
 
 # ---------------------------------------------------------------- the pure parts

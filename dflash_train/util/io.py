@@ -94,6 +94,11 @@ def read_jsonl(path: str | Path) -> Iterator[dict]:
                 raise UserError(f"{path}:{number}", got=f"not valid JSON ({error})", want="one object a line") from None
 
 
+def count_lines(path: str | Path) -> int:
+    with open(path, "rb") as f:
+        return sum(1 for _ in f)
+
+
 def sha256_file(path: str | Path) -> str:
     """Hex sha256 of a file's bytes."""
     with open(path, "rb") as f:

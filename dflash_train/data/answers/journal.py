@@ -17,6 +17,7 @@ from pathlib import Path
 
 from dflash_train.util.errors import UserError
 from dflash_train.util.io import json_line
+from dflash_train.util.locks import try_lock
 
 FSYNC_EVERY_S = 1.0  # against power loss; against a kill, the write alone is enough
 
@@ -129,10 +130,7 @@ def share_name(worker: str | None) -> str:
 
 
 def _lock(stack: ExitStack, path: Path, how: int) -> None:
-    file = stack.enter_context(open(path, "ab"))  # noqa: SIM115 (the stack closes it)
-    try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not try_lock(stack.enter_context(open(path, "ab")), how):  # noqa: SIM115 (the stack closes it)
         raise UserError(f"answers in {path.parent}", got=f"another process is writing there ({path.name})",
                         want="one process a share",
-                        fix="wait for it, or give each process its own data.answers.worker=i/n") from None  # fmt: skip
+                        fix="wait for it, or give each process its own data.answers.worker=i/n")  # fmt: skip
