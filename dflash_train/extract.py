@@ -155,11 +155,12 @@ def make_state(setup: Setup, num_shards: int, rows: RenderedRows, todo: list[Sha
     run = setup.run
     sizes, _ = target_sizes(sizes_from_files(run.target, setup.files.hf_config.get_text_config().to_dict()))
     layers = None if run.store.last_hidden else max(setup.layer_ids) + 1
+    peak = plan.pick_machine(run.hardware).bf16_flops
     state = RunState(
         "extract", f"{run.target.name} for {run.data.name}", sum(len(shard.sample_ids) for shard in todo),
         sum(shard.num_tokens for shard in todo), num_shards, num_shards - len(todo),
         flops_per_token=layer_flops(sizes, layers) if sizes else None,
-        peak_flops=plan.pick_machine(run.hardware).bf16_flops if run.target.dtype == "bfloat16" else None,
+        peak_flops=run.extract.gpus_per_worker * peak if peak and run.target.dtype == "bfloat16" else None,
     )  # fmt: skip
     for reason, count in rows.dropped.items():
         state.dropped(reason, count)

@@ -9,7 +9,7 @@ Whoever is left alone ends: a peer when its stdin closes, which the death of ran
 by the error of its broken connection, or, where a GPU waits for ever, by a thread that watches the peers.
 
 Sums taken by parts round otherwise, not more: 64 random layers (RandomWeights, toy width, CPU) are 1.7e-2 off their
-float32 rows in bfloat16 on one device and on 2 or 4 ranks alike, and 6e-3 off each other (cosine 0.9999); float32: 1e-7.
+float32 rows in bfloat16 on one device and on 2 or 4 ranks alike, and 6e-3 off each other (cosine 0.9999).
 """
 
 import json
