@@ -4,7 +4,7 @@
 
 Starts SeaweedFS on a throwaway folder, fills it (object, its checksum confirmed, then marker, as extraction does),
 damages a few shards, and runs each step in a process of its own, whose peak memory is counted from when its modules
-were loaded. Steps: `finish` ends an extraction (reads every marker once and leaves catalogues), `complete` is a run that
+were loaded. Steps: `finish` ends an extraction (reads each marker once, leaves catalogues), `complete` is a run that
 finds nothing to do, `train` reads the markers as training does, `resume` lists what is missing.
 """
 
