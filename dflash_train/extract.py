@@ -8,8 +8,6 @@ so a killed run is resumed by typing the same command. `verify=true` only reads 
 """
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from dflash_train import cli, plan, regenerate
@@ -18,9 +16,9 @@ from dflash_train.capture.rows import RenderedRows, rendered_rows
 from dflash_train.capture.setup import MUST_AGREE, Setup, make_manifest, plan_all, resolve
 from dflash_train.capture.supervisor import Supervisor, visible_gpus
 from dflash_train.capture.worker import Order
-from dflash_train.config import ExtractRun, MonitorConfig
-from dflash_train.monitor.app import Monitor
+from dflash_train.config import ExtractRun
 from dflash_train.monitor.state import RunState
+from dflash_train.monitor.watch import watch
 from dflash_train.planning.machine import gpus_at_hand
 from dflash_train.planning.shapes import sizes_from_files, target_sizes
 from dflash_train.planning.speed import layer_flops
@@ -71,21 +69,10 @@ def main(run: ExtractRun) -> int | None:
         largest = max((shard.num_tokens for shard in todo), default=0) * setup.token_bytes
         with staging_folder(staging_parent(run.store, largest)) as folder, stop_on_signals() as stop_check:
             state = make_state(setup, len(shards), rows, todo)
-            with show(run.extract.monitor, state):
+            page = run.extract.monitor
+            with watch(state, page.enabled, page.host, page.port):
                 extract_shards(setup, store, rows, todo, folder, state, stop_check)
     return finish(run, store)
-
-
-@contextmanager
-def show(config: MonitorConfig, state: RunState) -> Iterator[None]:
-    """The monitor's page, where it is wished; it ends with the run."""
-    ok = False
-    try:
-        with Monitor(state, config.host, config.port) if config.enabled else nullcontext():
-            yield
-            ok = True
-    finally:
-        state.finished(ok)
 
 
 # ---------------------------------------------------------------- before anything is loaded

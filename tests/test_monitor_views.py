@@ -185,6 +185,9 @@ def test_watch_serves_the_page_until_the_block_ends_and_says_how_it_ended(monkey
             if failure is not None:
                 raise failure
         assert state.snapshot()["status"] == ("done" if failure is None else "failed")
+        assert [error["line"] for error in state.snapshot()["errors"]["recent"]] == (
+            [] if failure is None else ["KeyError: 'the run died'"]
+        )
         with pytest.raises(urllib.error.URLError):
             urllib.request.urlopen(url + "healthz", timeout=20)
 

@@ -51,7 +51,6 @@ class RunState:
         self._num_uploads = 0
         self._staging: dict | None = None
         self._paused_s, self._paused_since = 0.0, None
-        self._backlog = (0, 0)
         self._retries, self._dropped, self._sources = Reasons(), Reasons(), Reasons()
         self._recent_retries, self._errors = deque(maxlen=_RECENT), deque(maxlen=_RECENT)
         self._num_errors = 0
@@ -91,7 +90,8 @@ class RunState:
         """A shard is (now) in `status`, one of SHARD_STATUSES.
 
         samples, tokens: what it holds, told with 'claimed' (a worker's progress is then exact) and 'elsewhere' (else
-        the mean is taken). What was captured of a shard that is claimed anew or failed no longer counts as done.
+        the mean is taken). bytes: of its file, told with 'staged'; they are backlog until it is uploaded. What was
+        captured of a shard that is claimed anew or failed no longer counts as done.
         """
         if status not in SHARD_STATUSES:
             raise ValueError(f"shard status {status!r}: one of {', '.join(SHARD_STATUSES)}")
@@ -102,6 +102,8 @@ class RunState:
                 self._take_back(shard_id)
             if status == "claimed":
                 self._open[shard_id] = OpenShard(samples, tokens)
+            elif status == "staged":
+                self._open.setdefault(shard_id, OpenShard()).staged_bytes = bytes
             elif status == "uploaded":
                 self._open.pop(shard_id, None)
             elif status == "elsewhere" and not was_done:
@@ -131,12 +133,6 @@ class RunState:
                 "fill": used_bytes / total_bytes if total_bytes else None,
                 "high_water": high_water, "low_water": low_water, "paused": paused,
             }  # fmt: skip
-
-    def backlog(self, num_shards: int, num_bytes: int) -> None:
-        """Staged and not yet uploaded."""
-        with self._lock:
-            self._tick()
-            self._backlog = (num_shards, num_bytes)
 
     def retry(self, what: str, why: str) -> None:
         """Something (an upload, a claim) is tried again."""
@@ -177,7 +173,7 @@ class RunState:
         """Everything, as strict JSON: what is not known yet is null."""
         with self._lock:
             now = self._tick()
-            uploads = self._uploads.recent(now)
+            uploads, backlog = self._uploads, self._backlog()
             value = {
                 "stage": self.stage, "run": self.run, "host": self.host, "pid": self.pid,
                 "status": {None: "running", True: "done", False: "failed"}[self._ok],
@@ -187,9 +183,9 @@ class RunState:
                 "flops": self._flops(now), "shards": self._shards.as_dict(),
                 "workers": [self._worker_row(name, worker, now) for name, worker in self._workers.items()],
                 "staging": self._staging_row(now),
-                "uploads": {"count": self._num_uploads, "bytes": int(self._uploads.total), "per_s": uploads,
-                            "per_s_overall": self._uploads.overall(now), "backlog_shards": self._backlog[0],
-                            "backlog_bytes": self._backlog[1]},
+                "uploads": {"count": self._num_uploads, "bytes": int(uploads.total), "per_s": uploads.recent(now),
+                            "per_s_overall": uploads.overall(now), "backlog_shards": backlog[0],
+                            "backlog_bytes": backlog[1]},
                 "retries": {"total": self._retries.counts.total(), "by_reason": self._retries.as_dict(),
                             "recent": list(self._recent_retries)},
                 "dropped": {"total": self._dropped.counts.total(), "by_reason": self._dropped.as_dict()},
@@ -207,7 +203,12 @@ class RunState:
         if left > 0 and not rate:
             return None
         upload = self._uploads.recent(now) or self._uploads.overall(now)
-        return (left / rate if left > 0 else 0.0) + (self._backlog[1] / upload if upload else 0.0)
+        return (left / rate if left > 0 else 0.0) + (self._backlog()[1] / upload if upload else 0.0)
+
+    def _backlog(self) -> tuple[int, int]:
+        """Shards and bytes that are staged and not yet uploaded."""
+        staged = [shard.staged_bytes for shard in self._open.values() if shard.staged_bytes is not None]
+        return len(staged), sum(staged)
 
     def _flops(self, now: float) -> dict:
         """Model FLOPs a second over the peak of the workers that are alive."""
@@ -221,6 +222,8 @@ class RunState:
     def _worker_row(self, name: str, worker: Worker, now: float) -> dict:
         opened = self._open.get(worker.shard_id)
         share = opened.tokens / opened.size_tokens if opened and opened.size_tokens else None
+        if worker.shard_id is not None and opened is None:
+            share = 1.0  # uploaded, and nothing heard of the next
         return {
             "name": name, "device": worker.device, "pid": worker.pid, "status": worker.status,
             "status_s": now - worker.since, "seen_s": now - worker.seen, "shard_id": worker.shard_id,

@@ -24,5 +24,8 @@ def watch(state: RunState, enabled: bool, host: str, port: int) -> Iterator[None
         try:
             yield
             ok = True
+        except BaseException as error:
+            state.error(f"{type(error).__name__}: {error}")
+            raise
         finally:
             state.finished(ok)

@@ -122,7 +122,7 @@ function staging({ folder: f, uploads: u }) {
   const marks = `high water ${percent(f.high_water)}` + (known(f.low_water) ? `, low water ${percent(f.low_water)}` : "");
   return [
     make("div", "row", `${percent(f.fill)} full `, make("span", "pill " + (f.paused ? "paused" : ""), f.paused ? "capture waits" : "room")), bar,
-    make("p", "", `${bytes(f.own_bytes)} of this run in ${bytes(f.used_bytes)} used of ${bytes(f.total_bytes)}; ${marks}`),
+    make("p", "", `${bytes(f.own_bytes)} staged or reserved by this run, ${bytes(f.used_bytes)} of ${bytes(f.total_bytes)} in use; ${marks}`),
     make("p", "", `capture has waited ${duration(f.paused_s)} (${percent(f.paused_share, 1)} of the run)`), make("p", "", upload),
   ];
 }
