@@ -1,6 +1,6 @@
 """Signs of life of the hosts that fill one store: a counter each, watched by the clock of whoever watches.
 
-    hosts/<id>.json   {"counter": 17, ...}, rewritten by its host every few seconds
+hosts/<id>.json   {"counter": 17, ...}, rewritten by its host every few seconds
 """
 
 import json

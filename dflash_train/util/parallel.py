@@ -1,11 +1,18 @@
-"""One function over many jobs in several processes; results come in the order of the jobs, whatever their number."""
+"""One function over many jobs in several processes; results come in the order of the jobs, whatever their number.
 
+The first failure of any job ends them all at once, and so does the end of this process: each worker holds a pipe whose
+other end is here, and exits when that closes.
+"""
+
+import copy
 import multiprocessing
 import os
+import signal
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 
 from dflash_train.util.errors import UserError
@@ -35,35 +42,60 @@ class Workers:
     def __enter__(self) -> "Workers":
         return self
 
-    def __exit__(self, *_) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+    def __exit__(self, kind, *_) -> None:
+        self._end(at_once=kind is not None)
 
-    def map(self, function: Callable, jobs: Sequence, ahead: int | None = None) -> Iterator:
+    def map(
+        self, function: Callable, jobs: Sequence, ahead: int | None = None, said: Callable[[object], str] = str
+    ) -> Iterator:
         """function(job) for each job, in the order of jobs. function: a module's own; jobs and results go between
-        processes. ahead: at most so many results a process exist that have not been asked for (None = no bound).
-        An exception of a job is raised here; UserError where a process was killed."""
+        processes. ahead: at most so many results a process exist that have not been asked for (None = no bound); said:
+        a job in words.
+
+        An exception of a job is raised here as soon as it happens, with its own type and message (where it cannot be
+        sent, RuntimeError with both); UserError where a process was killed, saying what it may have been doing.
+        """
         if self.num_processes == 1 or len(jobs) <= 1:
             yield from self._here(function, jobs)
             return
         if self._pool is None:
             self._start(function.__module__)
-        waiting, todo = deque(), deque(jobs)
+        waiting: deque[tuple[Future, object]] = deque()
+        todo = deque(jobs)
         try:
             while todo or waiting:
                 while todo and (ahead is None or len(waiting) < ahead * self.num_processes):
-                    waiting.append(self._pool.submit(function, todo.popleft()))
-                while not wait([waiting[0]], _POLL_S).done:
-                    self._tell()
-                self._tell()
-                yield waiting.popleft().result()
+                    job = todo.popleft()
+                    waiting.append((self._pool.submit(_run, function, job), job))
+                self._wait_for_first([future for future, _ in waiting])
+                yield waiting.popleft()[0].result()
         except BrokenProcessPool:
-            raise UserError(
-                "a worker process was killed",
-                got=f"{self.num_processes} processes, most likely out of memory",
-                want="enough memory for all of them",
-                fix="data.num_processes=1",
-            ) from None
+            raise self._killed(waiting, said) from None
+        finally:
+            if todo or waiting:
+                self._end(at_once=True)
+
+    def _wait_for_first(self, futures: list[Future]) -> None:
+        """Until the first is done, or any has failed, whose exception is raised."""
+        while True:
+            self._tell()
+            for future in futures:
+                if future.done():
+                    future.result()
+            if futures[0].done():
+                return
+            wait([future for future in futures if not future.done()], _POLL_S, FIRST_COMPLETED)
+
+    def _killed(self, waiting: deque[tuple[Future, object]], said: Callable[[object], str]) -> UserError:
+        """What to say where a process is gone. Jobs start in their order, so those under way were the first undone."""
+        lost = [job for future, job in waiting if future.done() and isinstance(future.exception(), BrokenProcessPool)]
+        under_way = " or ".join(dict.fromkeys(map(said, lost[: self.num_processes])))
+        return UserError(
+            "a worker process was killed",
+            got=f"its end while {under_way or 'starting'}; most likely the machine's memory ran out",
+            want=f"enough memory for {self.num_processes} processes",
+            fix="data.num_processes=1",
+        )
 
     def _here(self, function: Callable, jobs: Sequence) -> Iterator:
         global _count
@@ -77,11 +109,22 @@ class Workers:
 
     def _start(self, module: str) -> None:
         context = fork_server(module)
+        lifeline, self._life = context.Pipe(duplex=False)
         self._total, self._told = context.Value("Q", 0), 0
-        self._pool = ProcessPoolExecutor(self.num_processes, context, _share_count, (self._total,))
+        self._pool = ProcessPoolExecutor(self.num_processes, context, _begin, (self._total, lifeline))
+
+    def _end(self, at_once: bool) -> None:
+        """at_once: whatever they are doing."""
+        if self._pool is None:
+            return
+        if at_once:
+            self._life.close()
+        self._pool.shutdown(cancel_futures=True)
+        self._life.close()
+        self._pool = None
 
     def _tell(self) -> None:
-        total = self._total.value
+        total = self._total.get_obj().value  # without its lock, which a killed process may hold for ever
         if total > self._told:
             self.on_count(total - self._told)
         self._told = total
@@ -103,8 +146,11 @@ def fork_server(module: str):
     return context
 
 
-def _share_count(total) -> None:
-    """In a worker process: counts add up in memory that all of them share."""
+# ---------------------------------------------------------------- in a worker process
+
+
+def _begin(total, lifeline) -> None:
+    """Counts add up in memory that all of them share; who interrupts the run interrupts the parent, which ends us."""
     global _count
 
     def add(number: int) -> None:
@@ -112,3 +158,24 @@ def _share_count(total) -> None:
             total.value += number
 
     _count = add
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
+
+
+def _end_with(lifeline) -> None:
+    """Nothing is ever sent: the pipe closes when the parent wants the end, or is gone itself."""
+    try:
+        lifeline.recv()
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def _run(function: Callable, job: object) -> object:
+    try:
+        return function(job)
+    except Exception as error:
+        try:
+            copy.deepcopy(error)  # what cannot be copied cannot be sent either: its arrival would break the pool
+        except Exception:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from None
+        raise

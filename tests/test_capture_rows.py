@@ -1,0 +1,132 @@
+"""Rendered rows: mapped files that are the same whatever made them, made once, and refused when they are damaged."""
+
+import json
+
+import numpy as np
+import pytest
+from helpers_store import make_run, write_answers
+
+from dflash_train.capture import rows as rows_module
+from dflash_train.capture.rows import RenderedRows, rendered_rows
+from dflash_train.data.chat import Renderer
+from dflash_train.records import Sample
+from dflash_train.target import tiny
+from dflash_train.util import ahead, provenance
+from dflash_train.util.errors import UserError
+from dflash_train.util.io import read_jsonl
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance, "code_version", lambda: "test")
+    return make_run(tmp_path, data__num_processes=1)
+
+
+def files_of(rows: RenderedRows) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in rows.folder.iterdir()}
+
+
+def test_every_row_is_what_the_renderer_says_in_the_order_of_the_answers(run):
+    """Naive twin: render each sample by itself."""
+    rows, renderer = rendered_rows(run, tiny.prepare(run.target)), Renderer(tiny.tiny_tokenizer())
+    number = 0
+    for split, name in rows_module.SPLITS.items():
+        for line in read_jsonl(run.answers_dir / name):
+            want = renderer.render(Sample.from_json(line))
+            assert number in rows.of(split) and rows.sample_ids[number] == line["id"]
+            assert rows.token_ids(number).tolist() == want.token_ids[:64]
+            assert rows.loss_mask(number).tolist() == want.loss_mask[:64]
+            assert rows.sources[number] == "toy" and rows.length(number) == len(rows.token_ids(number))
+            number += 1
+    assert number == len(rows) == 10
+    assert rows.num_tokens("train") + rows.num_tokens("heldout") == rows.offsets[-1]
+    assert rows.num_supervised["train"] == sum(rows.loss_mask(row).sum() for row in rows.of("train"))
+
+
+def test_the_files_do_not_depend_on_the_number_of_processes_or_the_size_of_a_chunk(run, tmp_path, monkeypatch):
+    one = files_of(rendered_rows(run, tiny.prepare(run.target)))
+    other = make_run(tmp_path / "other", data__num_processes=2)
+    monkeypatch.setattr(rows_module, "CHUNK_BYTES", 400)
+    files = tiny.prepare(other.target)
+    jobs = [job for split, name in rows_module.SPLITS.items()
+            for job in rows_module.split_jobs(other, files, split, other.answers_dir / name)]  # fmt: skip
+    assert len(jobs) >= 5
+    assert files_of(rendered_rows(other, files)) == one
+
+
+def test_they_are_made_once_and_anew_for_other_answers_or_limits(run, monkeypatch):
+    files = tiny.prepare(run.target)
+    first = rendered_rows(run, files)
+    with monkeypatch.context() as patch:
+        patch.setattr(rows_module, "render_all", lambda *a: pytest.fail("rendered again"))
+        assert rendered_rows(run, files).folder == first.folder
+    run.extract.max_tokens = 40
+    cut = rendered_rows(run, files)
+    assert cut.folder != first.folder and cut.num_cut > 0 and np.diff(cut.offsets).max() == 40
+    write_answers(run, seed=1)
+    assert rendered_rows(run, files).folder not in (first.folder, cut.folder)
+
+
+def test_files_that_are_cut_are_refused_by_name(run):
+    rows = rendered_rows(run, tiny.prepare(run.target))
+    path = rows.folder / "token_ids.i32"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"token_ids.i32\n(.|\n)*delete"):
+        RenderedRows(rows.folder)
+
+
+def test_an_id_that_comes_twice_and_a_line_that_is_no_json_are_refused_and_leave_no_rows(run):
+    path = run.answers_dir / "samples.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines, lines[0]]))
+    with pytest.raises(UserError, match=r"sample train-0\n.*twice"):
+        rendered_rows(run, tiny.prepare(run.target))
+    path.write_text(lines[0] + lines[1][:30] + "\n")
+    with pytest.raises(UserError, match=rf"samples.jsonl, byte {len(lines[0])}\n"):
+        rendered_rows(run, tiny.prepare(run.target))
+    assert not [path for path in (run.answers_dir.parents[2] / "rendered").glob("*")]
+
+
+def test_an_answers_file_without_a_row_gives_no_rows(run):
+    (run.answers_dir / "heldout.jsonl").write_text("")
+    rows = rendered_rows(run, tiny.prepare(run.target))
+    assert len(rows) == 8 and len(rows.of("heldout")) == rows.num_tokens("heldout") == 0
+    (run.answers_dir / "samples.jsonl").write_text("")
+    with pytest.raises(UserError, match="no sample with a supervised token"):
+        rendered_rows(run, tiny.prepare(run.target))
+
+
+def test_an_index_line_names_a_row(run):
+    rows = rendered_rows(run, tiny.prepare(run.target))
+    sample_id, source, content_hash = json.loads((rows.folder / "index.jsonl").read_text().splitlines()[0])
+    assert (sample_id, source) == ("train-0", "toy") and len(content_hash) == 16
+    assert rows.content_hashes[0] == content_hash
+
+
+# ---------------------------------------------------------------- an iterator in a thread
+
+
+def test_an_iterator_ahead_gives_its_items_in_order_and_then_its_error():
+    def items():
+        yield from range(5)
+        raise KeyError("end")
+
+    got = []
+    with ahead.Ahead(items()) as early, pytest.raises(KeyError):
+        for item in early:
+            got.append(item)
+    assert got == list(range(5)) and early.finished
+
+
+def test_an_iterator_ahead_makes_no_more_than_its_depth_before_it_is_asked():
+    made = []
+
+    def items():
+        for i in range(100):
+            made.append(i)
+            yield i
+
+    with ahead.Ahead(items(), depth=2) as early:
+        assert next(iter(early)) == 0
+    early._thread.join(5)
+    assert not early._thread.is_alive() and len(made) <= 5
