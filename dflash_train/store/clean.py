@@ -47,7 +47,9 @@ def clean_store(store: ObjectStore, yes: bool = False, ask: Callable[[str], str]
                         want="a store that nobody works on", fix="stop that run, or wait some minutes")  # fmt: skip
     name = Path(store.url).name
     if not yes and ask is input and not sys.stdin.isatty():
-        raise UserError("extract.clean", got="nobody to ask (no terminal)", want=f"{name!r} typed", fix="extract.yes=true")
+        raise UserError(
+            "extract.clean", got="nobody to ask (no terminal)", want=f"{name!r} typed", fix="extract.yes=true"
+        )
     if not yes and ask(f"type {name} to delete these objects for good: ").strip() != name:
         say("clean: nothing was deleted")
         return 1
@@ -68,8 +70,8 @@ def store_contents(store: ObjectStore) -> Contents:
     for key, size in store.list():
         folder, _, name = key.partition("/")
         match = SHARD_KEY.fullmatch(key)
-        named = folder in OWN_FOLDERS and bool(name) or key == MANIFEST or match and is_named(match[1])
-        if named or key == marker_key(Path(key).stem) and is_named(Path(key).stem):
+        named = (folder in OWN_FOLDERS and bool(name)) or key == MANIFEST or (match and is_named(match[1]))
+        if named or (key == marker_key(Path(key).stem) and is_named(Path(key).stem)):
             contents.add(folder, key, size)
         else:
             contents.foreign.append((key, size))

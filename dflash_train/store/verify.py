@@ -81,12 +81,11 @@ def verify_store(store: ObjectStore, folder: str | Path, threads: int | None = N
     objects = store.list("shards/")  # before the markers: what gets its marker meanwhile is no orphan
     threads = threads or _threads(objects)
     progress = Progress("verify", len(store.list("markers/")), "shards")
-    known, named, samples = set(), set(), array("Q")
+    invalid, named, samples = set(), {}, array("Q")
     with ThreadPoolExecutor(threads) as pool:
         for group in marker_groups(store, trust_catalog=False):
-            known |= {Path(marker.key).stem for marker in group.markers if isinstance(marker, InvalidMarker)}
-            known |= {marker.shard_id for marker in group.markers if isinstance(marker, Marker)}
-            named |= {marker.key for marker in group.markers if isinstance(marker, Marker)}
+            invalid |= {Path(marker.key).stem for marker in group.markers if isinstance(marker, InvalidMarker)}
+            named |= {marker.shard_id: marker.key for marker in group.markers if isinstance(marker, Marker)}
             check = lambda marker: (marker, _marker_problems(store, marker, manifest, folder))
             for marker, problems in pool.map(check, group.markers):
                 _count(report, marker, samples, progress)
@@ -96,9 +95,12 @@ def verify_store(store: ObjectStore, folder: str | Path, threads: int | None = N
             if sweep:
                 write_catalog(store, group)
     progress.close()
-    report.problems += _missing(manifest, known) + _twice(store, samples) + check_target_files(store)
+    report.problems += _missing(manifest, invalid | named.keys()) + _twice(store, samples) + check_target_files(store)
     if sweep:
-        _sweep(store, [key for key, _ in objects if key not in named], report)
+        # What an invalid marker names is evidence until the marker is gone.
+        judged = lambda shard_id: shard_id not in invalid or shard_id in report.reopened
+        keys = [(key, Path(key).name.rpartition("-")[0]) for key, _ in objects]
+        _sweep(store, [key for key, shard_id in keys if named.get(shard_id) != key and judged(shard_id)], report)
     return report
 
 
