@@ -99,3 +99,18 @@ def test_a_target_that_cannot_be_split_is_refused_before_its_weights_are_loaded(
     mixture = make_run(tmp_path / "moe", extract__gpus_per_worker=2, target__options={"arch": "qwen3_5_moe"})
     with pytest.raises(UserError, match="qwen3_5_moe_text"):
         extract.main(mixture)
+
+
+def test_gpus_are_handed_out_in_groups(tmp_path, monkeypatch):
+    """Five GPUs in pairs are two workers; what does not fit is refused by the key to change."""
+    monkeypatch.setattr(extract, "gpus_at_hand", lambda: [None] * 5)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4,5,6,7")
+    run = make_run(tmp_path, extract__gpus_per_worker=2)
+    run.hardware.device = "auto"
+    assert extract.choose_workers(run, 100) == (["3,4", "5,6"], 2)
+    assert extract.choose_workers(run, 1)[1] == 1
+    for key, value in (("gpus_per_worker", 8), ("num_workers", 0), ("num_workers", 3)):
+        run.extract.gpus_per_worker, run.extract.num_workers = 2, None
+        setattr(run.extract, key, value)
+        with pytest.raises(UserError, match=key):
+            extract.choose_workers(run, 100)
