@@ -8,13 +8,11 @@ every run and machine; an existing mix is reused only when nothing that its rows
 """
 
 import errno
-import os
 import shutil
+import socket
 import tempfile
 from collections import Counter
 from pathlib import Path
-
-import psutil
 
 from dflash_train import cli
 from dflash_train.bench.contamination import contamination_texts, evaluation_facts, evaluation_need, used_commits
@@ -74,7 +72,7 @@ def _make(run: Run, problem: str) -> Path:
     run.mix_dir.mkdir(parents=True, exist_ok=True)
     (run.mix_dir / "manifest.json").unlink(missing_ok=True)  # from here until the new one is written there is no mix
     _sweep(run.mix_dir)
-    workspace = Path(tempfile.mkdtemp(prefix=f".mixing-{os.getpid()}-", dir=run.mix_dir))
+    workspace = Path(tempfile.mkdtemp(prefix=".mixing-", suffix=f"@{socket.gethostname()}", dir=run.mix_dir))
     try:
         steps = _Steps()
         mix = build_mix(data, evaluation, workspace, limit=run.limit, on_row=steps.rows, on_step=steps.begin)
@@ -102,10 +100,10 @@ def mix_problem(run: Run) -> str | None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the spools of runs that were killed; those of living processes stay."""
-    for old in folder.glob(".mixing-*-*"):
-        if not psutil.pid_exists(int(old.name.split("-")[1])):
-            shutil.rmtree(old, ignore_errors=True)
+    """Remove this host's spools, which killed runs left: the lock is ours. Another host's stay, since a disk that it
+    shares with us need not share locks."""
+    for old in folder.glob(f".mixing-*@{socket.gethostname()}"):
+        shutil.rmtree(old, ignore_errors=True)
 
 
 # ---------------------------------------------------------------- before

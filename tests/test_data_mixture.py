@@ -183,6 +183,13 @@ def test_repeated_ids_give_distinct_sample_ids(tmp_path):
     assert sorted(ids(train)) == ["a/7", "a/7~2", "a/7~3", "a/7~4"]
 
 
+def test_an_id_that_looks_like_a_repeated_ones_collides_with_none(tmp_path):
+    names = ["x", "x", "x~2", "x~2", "x~2~2", "x~1", "x~2~1", "x~"]
+    path = write_rows(tmp_path / "a.jsonl", [{"id": id_, "prompt": f"number {i}?"} for i, id_ in enumerate(names)])
+    train, _, _ = mixed(recipe({"a": {"path": str(path)}}), tmp_path / "w")
+    assert len(train) == len(names) == len(set(ids(train))) and {"a/x", "a/x~2", "a/x~"} < set(ids(train))
+
+
 # ---------------------------------------------------------------- turns, thinking
 
 

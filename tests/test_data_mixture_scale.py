@@ -16,7 +16,9 @@ from dflash_train.config import SourceConfig
 from dflash_train.data import mixture
 from dflash_train.data.forms import RawRow
 from dflash_train.data.mixing import pool, sift
+from dflash_train.data.mixing.candidates import prepare
 from dflash_train.data.mixing.sift import Lowest, Place, SiftJob, read_places
+from dflash_train.util.errors import UserError
 from dflash_train.util.provenance import stable_hash
 
 WORDS = [f"word{i}" for i in range(300)]
@@ -100,6 +102,42 @@ def test_two_processes_write_the_same_bytes_as_one(tmp_path, monkeypatch):
     assert json.dumps(two) == json.dumps(one) and mix.reports == reports
     prepared = sum(report.converted + report.dropped.total() for report in reports.values())
     assert sum(counted) == sum(report.read for report in reports.values()) + prepared
+
+
+def test_caps_without_a_take_are_refused_since_they_are_shares_of_it():
+    with pytest.raises(UserError, match=r"data\.sources\.a\.caps") as error:
+        recipe({"a": {"path": "x", "caps": {"t0": 0.5}}})
+    assert "data.sources.a.take=" in str(error.value)
+    recipe({"a": {"path": "x", "caps": {"t0": 0.5}, "take": 9}, "b": {"path": "x"}})
+
+
+@pytest.mark.parametrize("turns", ["one", "all"])
+def test_chunks_are_bounded_in_bytes_and_change_no_row(tmp_path, monkeypatch, turns):
+    """All turns of a session are written with all before them, so that of such rows fewer go into a chunk."""
+    said = lambda i: [{"role": role, "content": f"{role} says {i} {text(random.Random(i), 30)}"}
+                      for _ in range(1 + i % 4) for role in ("user", "assistant")]  # fmt: skip
+    path = write_rows(tmp_path / "a.jsonl", [{"id": f"s{i}", "messages": said(i)} for i in range(60)])
+    near = {"buckets": ["code"]}
+    data = recipe({"a": {"path": str(path), "bucket": "code"}}, turns=turns, heldout_fraction=0.2, near_duplicates=near)
+    expected, _ = everything(data, tmp_path / "1")
+    sizes = []
+    monkeypatch.setattr(mixture, "prepare", lambda job: sizes.append([p.size for p, _ in job.places]) or prepare(job))
+    monkeypatch.setattr(pool, "CHUNK_BYTES", 3000 * (pool.TURNS_A_ROW if turns == "all" else 1))
+    assert everything(data, tmp_path / "2")[0] == expected
+    assert len(sizes) > 10 and all(sum(size) <= 3000 or len(size) == 1 for size in sizes)
+    assert {len(size) == 1 for size in sizes} == {True, False}
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 50)), st.integers(1, 9), st.integers(1, 120))
+def test_chunks_hold_every_place_once_and_in_order(sizes, most_rows, most_bytes):
+    places = [Place(i, 0, 0, size) for i, size in enumerate(sizes)]
+    found = list(pool.chunks(places, most_rows, most_bytes))
+    assert [place for chunk in found for place in chunk] == places and all(found)
+    for chunk, following in itertools.zip_longest(found, found[1:], fillvalue=[]):
+        weight = sum(place.size for place in chunk)
+        assert len(chunk) <= most_rows and (weight <= most_bytes or len(chunk) == 1)
+        assert not following or len(chunk) == most_rows or weight + following[0].size > most_bytes
 
 
 def test_no_two_rows_are_alike_and_no_train_row_repeats_a_held_out_one(tmp_path):

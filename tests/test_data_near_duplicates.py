@@ -3,11 +3,22 @@
 import random
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_train.data.mixing import near_duplicates
-from dflash_train.data.mixing.near_duplicates import BANDS, NearIndex, band_groups, jaccard, shingles, signature
+from dflash_train.data.mixing.near_duplicates import (
+    LONGEST_BAND,
+    MIN_RECALL,
+    NearIndex,
+    band_groups,
+    band_size,
+    jaccard,
+    recall,
+    shingles,
+    signature,
+)
 
 WORDS = [f"w{i}" for i in range(500)]
 
@@ -50,24 +61,33 @@ def test_signatures_do_not_change_between_versions_and_machines():
     assert signature("one two three four five six").tolist()[:4] == known
 
 
-def test_pairs_above_the_threshold_are_found_and_pairs_below_stay():
+@pytest.mark.parametrize(("threshold", "most_changes"), [(0.8, 8), (0.5, 20), (0.65, 14), (0.95, 3)])
+def test_pairs_above_the_threshold_are_found_and_pairs_below_stay(threshold, most_changes):
     """Recall and precision on 600 pairs around the threshold, against true similarities."""
     rng = random.Random(2)
     texts = []
     for _ in range(600):
         first = text(rng)
-        texts += [first, changed(rng, first, rng.randint(0, 8))]
-    found = index(texts)
+        texts += [first, changed(rng, first, rng.randint(0, most_changes))]
+    found = index(texts, threshold=threshold)
     wanted = missed = 0
     for number, one in enumerate(texts):
         other = found.find(number)
         if other is not None:
-            assert jaccard(one, texts[other]) >= 0.8
+            assert jaccard(one, texts[other]) >= threshold
         if number % 2:
-            wanted += (near := jaccard(one, texts[number - 1]) >= 0.8)
+            wanted += (near := jaccard(one, texts[number - 1]) >= threshold)
             missed += near and other != number - 1
         found.keep(number)
     assert 150 < wanted < 450 and missed <= 0.02 * wanted
+
+
+def test_bands_are_as_long_as_finds_the_pairs_of_every_threshold_that_a_recipe_may_name():
+    for percent in range(50, 101):
+        size = band_size(percent / 100)
+        assert recall(percent / 100, size) >= MIN_RECALL
+        assert size == LONGEST_BAND or recall(percent / 100, size + 1) < MIN_RECALL
+    assert [band_size(x) for x in (0.5, 0.6, 0.7, 0.75, 0.8, 1.0)] == [3, 4, 5, 6, 6, 6]
 
 
 def test_only_kept_rows_count_and_turns_of_one_conversation_are_not_compared():
@@ -101,11 +121,11 @@ def test_rows_have_a_common_group_exactly_where_they_share_a_band(choices):
     pool = rng.integers(0, 2**32, (4, 128), dtype=np.uint32)
     signatures = pool[choices].copy()
     signatures[::2, :64] = rng.integers(0, 2**32, (len(signatures[::2]), 64), dtype=np.uint32)
-    groups = band_groups(signatures)
-    assert groups.shape == (len(choices), BANDS)
-    bands = [[tuple(row[b * 6 : b * 6 + 6]) for b in range(BANDS)] for row in signatures.tolist()]
+    groups = band_groups(signatures, 6)
+    assert groups.shape == (len(choices), 21)
+    bands = [[tuple(row[b * 6 : b * 6 + 6]) for b in range(21)] for row in signatures.tolist()]
     for i in range(len(choices)):
-        for band in range(BANDS):
+        for band in range(21):
             same = {j for j in range(len(choices)) if bands[j][band] == bands[i][band]}
             mates = {j for j in range(len(choices)) if groups[j, band] == groups[i, band]}
             assert (groups[i, band] == -1) == (same == {i}) and (same == {i} or mates == same)

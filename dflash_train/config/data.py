@@ -146,6 +146,8 @@ class DataConfig:
         for name, source in self.sources.items():
             key = f"data.sources.{name}"
             require(source.take is None or source.take >= 0, f"{key}.take", got=source.take, want=">= 0 or null")
+            require(not source.caps or source.take is not None, f"{key}.caps", got=source.caps,
+                    want="no caps where take is null: they are shares of it", fix=f"{key}.take=<rows>")  # fmt: skip
             for kind, share in source.caps.items():
                 require(0 <= share <= 1, f"{key}.caps.{kind}", got=share, want="0..1")
             require(bool(source.path) or source.kind not in ("files", "hub"), f"{key}.path", got="nothing",

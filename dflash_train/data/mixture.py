@@ -132,7 +132,8 @@ class Mixer:
     def read(self, pools: list[Pool]) -> None:
         """Sift these sources, one a process."""
         self.on_step(f"reading {', '.join(pool.name for pool in pools)}")
-        for pool, result in zip(pools, self.workers.map(sift, [pool.sift_job() for pool in pools]), strict=True):
+        results = self.workers.map(sift, [pool.sift_job() for pool in pools], said=lambda job: f"reading {job.name}")
+        for pool, result in zip(pools, results, strict=True):
             pool.sifted(result)
 
     def _prepare(self, sides: list[tuple[Pool, Side]], texts: Path) -> None:
@@ -141,7 +142,8 @@ class Mixer:
         if not work:
             return
         self.on_step(f"preparing {sum(len(job.places) for _, _, job in work):,} rows")
-        results = self.workers.map(prepare, [job for _, _, job in work], ahead=2)
+        said = lambda job: f"preparing rows of {job.name}"
+        results = self.workers.map(prepare, [job for _, _, job in work], ahead=2, said=said)
         for (pool, side, _), result in zip(work, results, strict=True):
             pool.prepared(side, result)
 

@@ -7,8 +7,6 @@ from dflash_train.config import DataConfig, SourceConfig
 from dflash_train.data import SOURCES
 from dflash_train.util.errors import UserError
 
-NO_PART_OF_A_MIX = ("answers", "num_processes")
-
 
 def read_source(name: str, config: SourceConfig, data: DataConfig):
     """Iterator of RawRow over one source."""

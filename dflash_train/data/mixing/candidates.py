@@ -3,6 +3,7 @@ compares. A function of the rows alone, so chunks are prepared in any process.
 """
 
 import json
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -23,6 +24,7 @@ from dflash_train.util.io import json_line, read_json
 from dflash_train.util.parallel import count
 from dflash_train.util.provenance import stable_hash
 
+_NUMBERED = re.compile(r"~\d+$")
 HELDOUT_TASK = "heldout"  # the mix's own held-out rows, beside the evaluation sets
 
 
@@ -98,8 +100,7 @@ def prepare(job: PrepareJob) -> Prepared:
             continue
         out.converted += 1
         out.repaired.update(repairs)
-        if number > 1:  # ids repeat in real sets; the sample's own id may not
-            raw.id = f"{raw.id}~{number}"
+        raw.id = unique_id(raw.id, number)
         for sample in prompts_of(job, raw, messages):
             out.prompts += 1
             if reason := length_reason(sample, job.data):
@@ -130,6 +131,12 @@ def _clean(raw: RawRow, repairs: set[str]) -> list[dict]:
         return clean_messages(raw.messages, repairs)
     except RecursionError:
         raise Drop("nested_too_deep") from None
+
+
+def unique_id(row_id: str, number: int) -> str:
+    """Ids repeat in real sets, a sample's may not: the id and, from the second on, which of its rows this is. One that
+    itself ends like that always gets its number, so that no two rows have one name."""
+    return f"{row_id}~{number}" if number > 1 or _NUMBERED.search(row_id) else row_id
 
 
 # ---------------------------------------------------------------- prompts

@@ -1,9 +1,10 @@
 """Near duplicates: rows whose sets of 5-word shingles agree (Jaccard) to a threshold with those of a row kept before.
 
-    shingles -> MinHash signature (128 permutations, rensa) -> BANDS band values -> rows that share one are compared:
+    shingles -> MinHash signature (128 permutations, rensa) -> bands of it -> rows that share one are compared:
     first by signature, then by their true Jaccard similarity
 
-So nothing is dropped on an estimate. Two rows of Jaccard 0.8 share a band with probability 0.998 (21 bands of 6).
+So nothing is dropped on an estimate. Bands are as long as finds MIN_RECALL of the pairs at the threshold: two rows of
+Jaccard 0.8 share one of 21 bands of 6 with probability 0.998, two of Jaccard 0.5 one of 42 bands of 3 with 0.996.
 Signatures take 512 bytes a row; texts are read again only for pairs that look alike. rensa signs a 250-word text in
 15 us where datasketch takes 1.7 ms, with the same error.
 """
@@ -14,11 +15,12 @@ import numpy as np
 from rensa import RMinHash
 
 NUM_PERMUTATIONS = 128
-BANDS, BAND_SIZE = 21, 6
+LONGEST_BAND = 6  # longer ones would compare fewer pairs, but are not needed
+MIN_RECALL = 0.98
 SHINGLE_WORDS = 5
-SLACK = 0.12  # three and a half standard deviations of an estimate by 128 permutations at Jaccard 0.8
+SLACK_DEVIATIONS = 3.4  # of the estimate, by which a pair at the threshold may look less alike
 _SEED = 1
-_MIXERS = np.array([pow(0x9E3779B97F4A7C15, k, 2**64) for k in range(1, BAND_SIZE + 1)], dtype=np.uint64)
+_MIXERS = np.array([pow(0x9E3779B97F4A7C15, k, 2**64) for k in range(1, LONGEST_BAND + 1)], dtype=np.uint64)
 
 
 def shingles(text: str) -> set[str]:
@@ -40,14 +42,27 @@ def jaccard(a: str, b: str) -> float:
     return len(first & second) / len(first | second)
 
 
-def band_groups(signatures: np.ndarray) -> np.ndarray:
-    """u32[n, NUM_PERMUTATIONS] -> i64[n, BANDS]: rows with the same number in a column share that band; -1 = alone."""
-    out = np.full((len(signatures), BANDS), -1, dtype=np.int64)
+def recall(jaccard: float, band_size: int) -> float:
+    """Probability that two rows of this similarity share a band."""
+    return 1 - (1 - jaccard**band_size) ** (NUM_PERMUTATIONS // band_size)
+
+
+def band_size(threshold: float) -> int:
+    """The longest bands, so the fewest pairs to compare, that find MIN_RECALL of the pairs at the threshold."""
+    return next(size for size in range(LONGEST_BAND, 0, -1) if recall(threshold, size) >= MIN_RECALL)
+
+
+def band_groups(signatures: np.ndarray, size: int) -> np.ndarray:
+    """u32[n, NUM_PERMUTATIONS] -> i64[n, NUM_PERMUTATIONS // size]: rows with the same number in a column share that
+    band; -1 = alone."""
+    bands = NUM_PERMUTATIONS // size
+    out = np.full((len(signatures), bands), -1, dtype=np.int64)
     base = 0
-    for band in range(BANDS):
-        part = signatures[:, band * BAND_SIZE : (band + 1) * BAND_SIZE].astype(np.uint64)
-        # One number for the band's six; two bands that get the same by chance cost a comparison, no more.
-        _, inverse, counts = np.unique((part * _MIXERS).sum(axis=1), return_inverse=True, return_counts=True)
+    for band in range(bands):
+        part = signatures[:, band * size : (band + 1) * size].astype(np.uint64)
+        # One number for the whole band; two bands that get the same by chance cost a comparison, no more.
+        values = (part * _MIXERS[:size]).sum(axis=1)
+        _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
         out[:, band] = np.where(counts[inverse] > 1, inverse + base, -1)
         base += len(counts)
     return out
@@ -59,7 +74,8 @@ class NearIndex:
 
     def __init__(self, signatures: np.ndarray, owners: list[str], text_of: Callable[[int], str], threshold: float):
         self.signatures, self.owners, self.text_of, self.threshold = signatures, owners, text_of, threshold
-        self.groups = band_groups(signatures)
+        self.slack = SLACK_DEVIATIONS * (threshold * (1 - threshold) / NUM_PERMUTATIONS) ** 0.5
+        self.groups = band_groups(signatures, band_size(threshold))
         self.kept: dict[int, list[int]] = {}
 
     def find(self, number: int) -> int | None:
@@ -70,7 +86,7 @@ class NearIndex:
             return None
         agree = (self.signatures[alike] == self.signatures[number]).mean(axis=1)
         text = None
-        for other in (alike[i] for i in np.flatnonzero(agree >= self.threshold - SLACK)):
+        for other in (alike[i] for i in np.flatnonzero(agree >= self.threshold - self.slack)):
             text = self.text_of(number) if text is None else text
             if jaccard(text, self.text_of(other)) >= self.threshold:
                 return other

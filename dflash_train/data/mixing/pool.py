@@ -14,7 +14,8 @@ from dflash_train.data.mixing.candidates import Candidate, Prepared, PrepareJob
 from dflash_train.data.mixing.selection import Outcome
 from dflash_train.data.mixing.sift import Place, Sifted, SiftJob
 
-CHUNK_ROWS = 2000
+CHUNK_ROWS, CHUNK_BYTES = 2000, 8 << 20  # of raw rows at a time in a process, whatever is reached first
+TURNS_A_ROW = 16  # with turns=all each turn is written with all before it: so much less goes into a chunk
 MARGIN = 1.1  # times the needed rows are prepared, for those that filters will drop; the next are prepared on demand
 DEPTH = 1.5  # times the needed rows are kept at reading, since reading again is what costs
 MIN_SPARE = 200
@@ -115,10 +116,10 @@ class Pool:
 
     def prepare_jobs(self, side: Side, texts: Path) -> Iterator[PrepareJob]:
         """Jobs that turn the places up to the side's goal into candidates, in order."""
-        todo = [(place, self.numbers.get(place, 1)) for place in side.todo]
-        for start in range(0, len(todo), CHUNK_ROWS):
-            chunk = todo[start : start + CHUNK_ROWS]
-            yield PrepareJob(self.name, self.source, self.data, self.sift.spool, chunk, texts)
+        most = CHUNK_BYTES if self.data.turns == "one" else CHUNK_BYTES // TURNS_A_ROW
+        for places in chunks(side.todo, CHUNK_ROWS, most):
+            numbered = [(place, self.numbers.get(place, 1)) for place in places]
+            yield PrepareJob(self.name, self.source, self.data, self.sift.spool, numbered, texts)
 
     def prepared(self, side: Side, result: Prepared) -> None:
         """The next chunk of that side."""
@@ -162,6 +163,19 @@ class Pool:
             taken=len(outcome.train),
             reserve=len(outcome.reserve),
         )
+
+
+def chunks(places: list[Place], most_rows: int, most_bytes: int) -> Iterator[list[Place]]:
+    """The places in order, in lists of at most so many rows and bytes; a larger row is alone."""
+    chunk, size = [], 0
+    for place in places:
+        if chunk and (len(chunk) == most_rows or size + place.size > most_bytes):
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(place)
+        size += place.size
+    if chunk:
+        yield chunk
 
 
 def repeated_ids(places: list[Place]) -> dict[Place, int]:
