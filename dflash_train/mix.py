@@ -112,7 +112,7 @@ def _sweep(folder: Path) -> None:
 def needs(run: Run) -> list[Check]:
     """Every source and evaluation set, found or not, without downloading anything."""
     sources = [source_need(name, source) for name, source in run.data.sources.items()]
-    return sources + [evaluation_need(task) for task in run.data.decontaminate]
+    return sources + [evaluation_need(task, run.data.decontaminate) for task in run.data.decontaminate]
 
 
 def checks(run: Run) -> list[Check]:

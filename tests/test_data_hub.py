@@ -275,3 +275,18 @@ def test_an_evaluation_set_on_the_hub_is_looked_at_in_the_column_it_names(server
     assert contamination.contamination_texts([name])[name][3] == ("Write a function that returns 3.",)
     need = contamination.evaluation_need(f"hub:{NAME}:full/test:prompt")
     assert not need.ok and "columns code, task_id, text" in need.detail and "a column prompt" in need.detail
+
+
+def test_what_is_wrong_with_an_evaluation_set_never_names_a_source(server):
+    server.add(NAME, {"train.jsonl": jsonl([{"text": "One?"}])})
+    for name in (f"hub:{NAME}:test:text", f"hub:{NAME}:other/train:text", "hub:owner/none:test:text"):
+        need = contamination.evaluation_need(name, ["gsm8k", name])
+        assert not need.ok and "data.sources" not in need.fix
+        with pytest.raises(UserError) as error:
+            contamination.contamination_texts([name, "heldout"])
+        assert error.value.field == f"data.decontaminate: {name}" and "data.sources" not in str(error.value)
+        assert need.fix == "'data.decontaminate=[gsm8k]' leaves it out"
+        assert error.value.fix == "'data.decontaminate=[heldout]' leaves it out"
+    server.add(NAME, {"train.jsonl": jsonl([{"text": "One?"}])}, gated=True)
+    client.cache_clear()
+    assert "HF_TOKEN" in contamination.evaluation_need(f"hub:{NAME}:train:text", []).fix

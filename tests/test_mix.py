@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -219,6 +220,48 @@ def test_a_full_disk_is_one_message_and_leftovers_of_killed_runs_are_swept(tmp_p
     assert sorted(path.name for path in folder.iterdir()) == sorted(elsewhere)
     mix.ensure_mix(mine(tmp_path))
     assert (folder / "manifest.json").exists()
+
+
+def overrides(fix: str) -> list[str]:
+    """The first of the ways that a message names, as a shell would pass it on."""
+    return shlex.split(fix.partition(", or ")[0].removesuffix(" leaves it out"))
+
+
+def test_the_overrides_that_a_short_mix_suggests_run(tmp_path):
+    write_rows(tmp_path / "more.jsonl", prompts(30, "pear"))
+    write_rows(tmp_path / "none.jsonl", [{"prompt": ""}])
+    asked = ["data.total=140", "data.sources.mine.take=70", "+data.sources.more.take=50", "+data.sources.none.take=20",
+             f"+data.sources.more.path={tmp_path / 'more.jsonl'}",
+             f"+data.sources.none.path={tmp_path / 'none.jsonl'}"]  # fmt: skip
+    with pytest.raises(UserError, match=r"data\.sources") as error:
+        mix.ensure_mix(mine(tmp_path, *asked))
+    kept = [word for word in asked if ".none." not in word]  # what is removed is not asked for in the same breath
+    suggested = [word for word in overrides(error.value.fix) if word != "~data.sources.none"]
+    assert len(suggested) == len(overrides(error.value.fix)) - 1 == 3
+    folder = mix.ensure_mix(mine(tmp_path, *kept, *(f"++{word}" for word in suggested)))
+    rows = read_json(folder / "manifest.json")["rows"]["train"]
+    assert 70 < rows < 90 and f"data.total={rows}" in suggested
+
+
+def test_a_short_source_with_caps_is_not_told_a_take_that_would_be_short_again(tmp_path):
+    rows = [{"id": f"t0.{i}", "system_prompt": "Hm.", "question": f"Question {i * 7919}?"} for i in range(40)]
+    path = write_rows(tmp_path / "o.jsonl", rows)
+    asked = [f"data.sources.mine.path={path}", "data.sources.mine.form=openorca", "data.sources.mine.take=30",
+             "+data.sources.mine.caps={t0: 0.5}"]  # fmt: skip
+    with pytest.raises(UserError, match="has 15 rows") as error:
+        mix.ensure_mix(make_run(tmp_path, "data=mine", "data.decontaminate=[]", *asked))
+    assert error.value.fix == "data.allow_short=true"
+
+
+def test_the_override_without_an_evaluation_set_runs(tmp_path):
+    items = write_rows(tmp_path / "my items.jsonl", [{"turns": ["How many apples are in a basket of nine apples?"]}])
+    named = f"data.decontaminate=['file:{items}', 'file:{tmp_path}/nowhere.jsonl', heldout]"
+    run = mine(tmp_path, named)
+    (need,) = (need for need in mix.needs(run) if not need.ok)
+    (override,) = overrides(need.fix)
+    again = mine(tmp_path, override)
+    assert again.data.decontaminate == [f"file:{items}", "heldout"]
+    mix.ensure_mix(again)
 
 
 # ---------------------------------------------------------------- as a command

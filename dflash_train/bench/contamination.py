@@ -9,6 +9,8 @@ heldout                            the mix's own held-out rows (the mixer has th
 
 import json
 import re
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_train.bench.prompts import TASKS, file_prompts
@@ -32,10 +34,10 @@ NAMES = (*TASKS, "bfcl", "file:<path.jsonl>", "hub:<owner/name>:<subset/split>:<
 def contamination_texts(tasks: list[str]) -> dict[str, list[tuple[str, ...]]]:
     """{task: [item]}, an item being the texts of one example that training rows must not contain. Raises UserError for
     an unknown task and for one that cannot be read."""
-    return {name: _texts(name) for name in tasks if name != HELDOUT_TASK}
+    return {name: _texts(name, tasks) for name in tasks if name != HELDOUT_TASK}
 
 
-def _texts(name: str) -> list[tuple[str, ...]]:
+def _texts(name: str, tasks: Sequence[str] = ()) -> list[tuple[str, ...]]:
     if name in TASKS:
         return [TASKS[name].texts(row) for row in TASKS[name].rows()]
     if name == "bfcl":
@@ -43,11 +45,16 @@ def _texts(name: str) -> list[tuple[str, ...]]:
     if name.startswith("file:"):
         return [tuple(prompt.turns) for prompt in file_prompts(name)]
     source, column = hub_set(name)
-    rows = [row for _, _, row in hub_rows(name, source) if isinstance(row, dict)]
+    label = f"data.decontaminate: {name}"
+    try:
+        rows = [row for _, _, row in hub_rows(name, source) if isinstance(row, dict)]
+    except UserError as problem:  # it speaks of a source, which this set is none of
+        raise UserError(label, got=problem.got, want=problem.want, fix=_fix(problem.fix, name, tasks)) from problem
     items = [(row[column],) for row in rows if isinstance(row.get(column), str)]
     if not items:
         columns = ", ".join(sorted({str(key) for row in rows for key in row}))
-        raise UserError(f"data.decontaminate: {name}", got=f"no text in column '{column}'", want=f"one of {columns}")
+        raise UserError(label, got=f"no text in column '{column}'", want=f"one of {columns}",
+                        fix=without(name, tasks))  # fmt: skip
     return items
 
 
@@ -80,8 +87,19 @@ def hub_set(name: str) -> tuple[SourceConfig, str]:
     return SourceConfig(kind="hub", options={"prompt_field": column}, **at), column  # named, so that it is looked for
 
 
-def evaluation_need(name: str) -> Check:
-    """Whether the set can be had, found out without downloading it."""
+def without(name: str, tasks: Sequence[str]) -> str:
+    """The override that leaves this set out, as it is typed in a shell."""
+    written = (task if task.isidentifier() else f'"{task}"' for task in tasks if task != name)
+    return shlex.quote(f"data.decontaminate=[{','.join(written)}]")
+
+
+def _fix(fix: str | None, name: str, tasks: Sequence[str]) -> str:
+    """What helps with an evaluation set: what would help with a source of that data, unless it names that source."""
+    return fix if fix and "data.sources." not in fix else f"{without(name, tasks)} leaves it out"
+
+
+def evaluation_need(name: str, tasks: Sequence[str] = ()) -> Check:
+    """Whether the set can be had, found out without downloading it. tasks: all that the recipe names."""
     label = f"evaluation set {name}"
     if name == HELDOUT_TASK:
         return Check(label, True, "the mix's own held-out rows")
@@ -89,11 +107,12 @@ def evaluation_need(name: str) -> Check:
         return wheel_need(label, *wheel)
     if name.startswith("file:"):
         path = Path(name.removeprefix("file:")).expanduser()
-        return Check(label, path.is_file(), f"{path}" if path.is_file() else f"{path} does not exist")
+        is_here = path.is_file()
+        return Check(label, is_here, str(path) if is_here else f"{path} does not exist", _fix(None, name, tasks))
     if not _HUB.fullmatch(name):
-        return Check(label, False, "unknown", f"one of {', '.join(NAMES)}")
+        return Check(label, False, "unknown", f"one of {', '.join(NAMES)}; {_fix(None, name, tasks)}")
     found = source_need(name, hub_set(name)[0])
-    return Check(label, found.ok, found.detail, found.fix or f"'data.decontaminate=[...]' without {name}")
+    return Check(label, found.ok, found.detail, _fix(found.fix, name, tasks))
 
 
 def evaluation_facts(tasks: list[str]) -> dict[str, str | None]:

@@ -29,11 +29,7 @@ def plan_takes(data: DataConfig, available: dict[str, int]) -> dict[str, int]:
             "data.sources",
             got="; ".join(f"{name} has {available[name]:,} rows after filters and hold-out" for name in names),
             want="; ".join(f"{wants[name]:,} of {name}" if name in short else f"rows of {name}" for name in names),
-            fix=" ".join(
-                f"data.sources.{name}.take={available[name]}" if available[name] else f"'~data.sources.{name}'"
-                for name in names
-            )
-            + ", or data.allow_short=true",
+            fix=_smaller(data, wants, available, names),
         )
     takes = {name: min(want, available[name]) for name, want in wants.items()}
     for bucket in dict.fromkeys(source.bucket for source in data.sources.values()):
@@ -48,6 +44,16 @@ def plan_takes(data: DataConfig, available: dict[str, int]) -> dict[str, int]:
             fix=f"data.total={total}, or data.total=null",
         )
     return takes
+
+
+def _smaller(data: DataConfig, wants: dict[str, int], available: dict[str, int], names: list[str]) -> str:
+    """Overrides with which the recipe asks for no more than there is; as they are typed in a shell."""
+    if any(data.sources[name].caps for name in names):  # a smaller take has smaller shares, and so fewer rows again
+        return "data.allow_short=true"
+    keys = [f"data.sources.{n}.take={available[n]}" if available[n] else f"'~data.sources.{n}'" for n in names]
+    if data.total is not None:
+        keys.append(f"data.total={sum(wants.values()) - sum(wants[name] - available[name] for name in names)}")
+    return " ".join(keys) + ", or data.allow_short=true"
 
 
 def _spread(
