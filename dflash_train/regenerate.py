@@ -16,7 +16,7 @@ from pathlib import Path
 from dflash_train import cli, mix, plan
 from dflash_train.config import RegenerateRun, Run
 from dflash_train.data.answers import rules
-from dflash_train.data.answers.identity import check_identity, make_identity, open_parts
+from dflash_train.data.answers.identity import check_identity, has_answers_of, make_identity, open_parts
 from dflash_train.data.answers.journal import Journal, claim
 from dflash_train.data.answers.mix_rows import FILES, MixRows
 from dflash_train.data.answers.probes import Probe, check_probes
@@ -87,9 +87,12 @@ def open_work(run: Run):
     folder, target_module = run.answers_dir, cli.plugin(TARGETS, run.target.kind, "target.kind")
     run = dataclasses.replace(run, stage="regenerate")
     complete = (folder / "manifest.json").exists()
+    problem = prompts_problem(run, complete)
     if not complete:
-        preflight(run, target_module.weights(run.target))
-    ensure_prompts(run, complete)
+        preflight(run, target_module.weights(run.target), problem)
+    if problem:
+        say(f"{problem}: running mix first")
+        mix.ensure_mix(run)
     files = target_module.prepare(run.target)
     renderer = Renderer(files.tokenizer)
     identity = make_identity(run.data, run.target.dtype, files.spec, renderer.template_hash, mix_paths(run))
@@ -109,10 +112,29 @@ def open_work(run: Run):
 # ---------------------------------------------------------------- before
 
 
-def preflight(run: Run, weights) -> None:
-    """The table: prompts, weights, disk, memory, device. Exits 2 when something is missing, before any download."""
+def prompts_problem(run: Run, complete: bool) -> str | None:
+    """Why `mix` has to run first, or None. Complete answers do without prompts, as on another machine.
+
+    Prompts that were paid for are not made anew: raises UserError where the mix is out of date and there are answers
+    of it, unless data.answers.accept_stale_mix."""
+    problem, folder = mix.mix_problem(run), run.answers_dir
+    if problem is None or (complete and not any(path.exists() for path in mix_paths(run))):
+        return None
+    if not has_answers_of(folder, mix_paths(run)):
+        return problem
+    if run.data.answers.accept_stale_mix:
+        say(f"{run.mix_dir} is out of date ({problem}); going on with the answers of it")
+        return None
+    raise UserError(f"answers in {folder}", got=f"they are of a mix that is out of date: {problem}",
+                    want="the mix of this recipe as it is now", fix=f"data.answers.accept_stale_mix=true goes on with "
+                    f"them; delete {folder} to mix and answer anew; or give this run another data.name")  # fmt: skip
+
+
+def preflight(run: Run, weights, problem: str | None) -> None:
+    """The table: prompts, weights, disk, memory, device. Exits 2 when something is missing, before any download.
+    problem: why mix runs first."""
     answers = run.data.answers
-    problem, loaded = mix.mix_problem(run), answers.server is None or answers.client.compare
+    loaded = answers.server is None or answers.client.compare
     rows = (run.data.total or 0) if problem else sum(map(count_lines, mix_paths(run)[:2]))
     text_bytes = rows * answers.max_new_tokens * BYTES_PER_TOKEN
     there_bytes = sum(path.stat().st_size for path in (run.answers_dir / "parts").glob("*.jsonl"))
@@ -151,14 +173,6 @@ def bfloat16_problem(run: Run) -> str | None:
 def mix_paths(run: Run) -> list[Path]:
     """prompts.jsonl, heldout.jsonl, reserve.jsonl; a mix may have no reserve."""
     return [run.mix_dir / name for name in FILES.values()]
-
-
-def ensure_prompts(run: Run, answered: bool) -> None:
-    """Run `mix` first where its rows are absent or out of date, and say why. Complete answers do without them."""
-    problem = mix.mix_problem(run)
-    if problem and not (answered and not any(path.exists() for path in mix_paths(run))):
-        say(f"{problem}: running mix first")
-        mix.ensure_mix(run)
 
 
 # ---------------------------------------------------------------- the work

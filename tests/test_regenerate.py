@@ -2,11 +2,7 @@
 
 import dataclasses
 import json
-import re
 import shutil
-import threading
-import time
-from pathlib import Path
 
 import pytest
 from helpers_data import mix_manifest
@@ -216,55 +212,6 @@ def test_a_run_that_fitted_the_disk_fits_it_when_it_is_resumed(tmp_path, monkeyp
     (run.answers_dir / "parts" / "000000.jsonl").write_text(record)
     regenerate.ensure_answers(run)
     assert "of which 2.0 KB are there" in capsys.readouterr().out
-
-
-def test_an_absent_mix_is_made_first_and_said(tmp_path, monkeypatch, capsys):
-    run = make_run(tmp_path)
-    (run.mix_dir / "manifest.json").unlink()
-    made = []
-    monkeypatch.setattr(regenerate.mix, "checks", lambda run: [])
-    fake = lambda run: made.append(1) or write_mix(run, [make_sample(i) for i in range(3)], [])
-    monkeypatch.setattr(regenerate.mix, "ensure_mix", fake)
-    regenerate.ensure_answers(run)
-    assert made == [1] and "running mix first" in capsys.readouterr().out
-
-
-def test_shares_that_start_at_once_make_one_mix_between_them(tmp_path, monkeypatch, capsys):
-    run, made = make_run(tmp_path), []
-    (run.mix_dir / "manifest.json").unlink()
-
-    def make(run, problem):
-        made.append(problem)
-        time.sleep(0.3)
-        write_mix(run, [make_sample(i) for i in range(3)], [])
-
-    monkeypatch.setattr(regenerate.mix, "needs", lambda run: [])
-    monkeypatch.setattr(regenerate.mix, "_make", make)
-    shares = [threading.Thread(target=regenerate.ensure_prompts, args=(run, False)) for _ in range(3)]
-    for share in shares:
-        share.start()
-    for share in shares:
-        share.join()
-    assert len(made) == 1 and regenerate.mix.mix_problem(run) is None
-    assert "waiting for the mix" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("change, named", [
-    (lambda run: setattr(run.data.sources["mine"], "take", 3), "sources.mine.take was null, and is 3 now"),
-    (lambda run: Path("x.jsonl").write_text("{}"), "inputs.mine was"),
-    (lambda run: run.data.decontaminate.append("bfcl"), "bfcl"),
-    (lambda run: (run.mix_dir / "heldout.jsonl").unlink(), r"heldout\.jsonl is missing or cut"),
-], ids=["recipe", "source file", "evaluation set", "file gone"])  # fmt: skip
-def test_a_mix_out_of_date_is_made_again_and_its_old_answers_are_refused(tmp_path, monkeypatch, capsys, change, named):
-    monkeypatch.chdir(tmp_path)
-    Path("x.jsonl").write_text("")
-    run = make_run(tmp_path)
-    regenerate.ensure_answers(run)
-    change(run)
-    monkeypatch.setattr(regenerate.mix, "ensure_mix", lambda run: write_mix(run, [make_sample(1)], []))
-    with pytest.raises(UserError, match=r"mix\.prompts\.jsonl = "):
-        regenerate.ensure_answers(run)
-    assert re.search(f"{named}.*: running mix first", capsys.readouterr().out)
 
 
 # ---------------------------------------------------------------- the pure parts

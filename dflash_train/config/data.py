@@ -66,6 +66,7 @@ class AnswersConfig:
     probe: bool = True  # ask and check eight fixed questions before any other
     server: str | None = None  # http://host:port/v1 of an OpenAI-compatible server; null = the target is loaded here
     client: ClientConfig = field(default_factory=ClientConfig)
+    accept_stale_mix: bool = False  # go on with answers although their mix is out of date (a source, the recipe)
     worker: str | None = None  # "i/n": only share i (from 0) of n; a last run without it refills and merges
     off: SamplingConfig = field(default_factory=SamplingConfig)
     on: SamplingConfig = field(default_factory=lambda: SamplingConfig(1.0, 0.95, 20))

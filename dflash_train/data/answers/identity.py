@@ -7,7 +7,7 @@ from dflash_train.config import DataConfig
 from dflash_train.util.errors import UserError
 from dflash_train.util.io import read_json, sha256_file, write_json
 
-HOW = ("batch_size", "server", "client", "worker", "probe", "min_answer_tokens")
+HOW = ("batch_size", "server", "client", "worker", "probe", "min_answer_tokens", "accept_stale_mix")
 """Keys of data.answers that say how answers are had, not what they are."""
 
 
@@ -21,8 +21,24 @@ def make_identity(data: DataConfig, target_dtype: str, spec, template_hash: str,
         "template_hash": template_hash,
         "seed": data.seed,
         "sampling": {key: value for key, value in answers.items() if key not in HOW},
-        "mix": {path.name: sha256_file(path) for path in mix_paths if path.exists()},
+        "mix": mix_facts(mix_paths),
     }
+
+
+def mix_facts(mix_paths: list[Path]) -> dict[str, str]:
+    return {path.name: sha256_file(path) for path in mix_paths if path.exists()}
+
+
+def has_answers_of(folder: Path, mix_paths: list[Path]) -> bool:
+    """Whether the folder holds answers, finished or not, of exactly these prompts."""
+    parts, manifest = folder / "parts", folder / "manifest.json"
+    if manifest.exists():
+        identity = read_json(manifest).get("identity", {})
+    elif any(path.stat().st_size for path in parts.glob("*.jsonl")):
+        identity = read_json(parts / "identity.json")
+    else:
+        return False
+    return identity.get("mix") == mix_facts(mix_paths)
 
 
 def check_identity(old: dict, new: dict, folder: Path) -> None:
