@@ -1,4 +1,4 @@
-"""What a Qwen3.5 layer does between its matrix products, by flash-linear-attention's Triton kernels and, naively, again.
+"""What a Qwen3.5 layer does between its matrix products: by flash-linear-attention's Triton kernels, and naively.
 
 The fast set runs on CUDA alone; the naive one is its twin anywhere, and what the tests compare it with. Both round
 where the library rounds, except that the fast kernels keep gates and the sum before a norm in float32.
