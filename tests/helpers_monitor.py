@@ -63,7 +63,6 @@ class SimulatedRun:
         own = (len(self.queue) + len(self.names)) * SHARD_BYTES
         self.paused = own > (0.6 if self.paused else 0.8) * STAGING_BYTES
         self.state.staging(own, own + (7 << 30), STAGING_BYTES, 0.8, self.paused, low_water=0.6)
-        self.state.backlog(len(self.queue), len(self.queue) * SHARD_BYTES)
         self.state.gpus([self._gpu(i) for i in range(len(self.names))])
 
     def _capture(self, name: str, seconds: float) -> None:

@@ -139,11 +139,15 @@ def test_eta_is_what_is_left_at_the_present_rate_and_then_the_backlog():
     state.captured("a", "train-000000", 5, 20_000, 10.0)
     assert strict_json(state)["eta_s"] == pytest.approx(80_000 / 2_000)
     state.uploaded(1_000, 10.0)
-    state.backlog(2, 700)
+    for shard, num_bytes in (("train-000001", 300), ("train-000002", 400), ("train-000003", 5_000)):
+        state.shard(shard, "staged", "a", num_bytes)
+    state.shard("train-000003", "uploaded")
     assert strict_json(state)["eta_s"] == pytest.approx(40 + 700 / 100)
     assert strict_json(state)["uploads"]["backlog_shards"] == 2
     clock.now += 600  # nothing within the window: the mean since the beginning
     assert strict_json(state)["eta_s"] == pytest.approx(80_000 / (20_000 / 610) + 700 / (1_000 / 610))
+    state.backlog(5, 1_400)
+    assert strict_json(state)["eta_s"] == pytest.approx(80_000 / (20_000 / 610) + 1_400 / (1_000 / 610))
     state.finished(True)
     assert strict_json(state)["eta_s"] == 0.0
 

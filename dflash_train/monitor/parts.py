@@ -42,12 +42,13 @@ class Worker:
 
 @dataclass
 class OpenShard:
-    """A shard on its way to the store: what it holds (0: not told), and what of it is captured."""
+    """A shard on its way to the store: what it holds (0: not told), what of it is captured, its bytes once staged."""
 
     size_samples: int = 0
     size_tokens: int = 0
     samples: int = 0
     tokens: int = 0
+    staged_bytes: int | None = None
     sources: dict[str, int] = field(default_factory=dict)
 
     def add(self, samples: int, tokens: int, sources: dict[str, int]) -> None:

@@ -51,7 +51,7 @@ class RunState:
         self._num_uploads = 0
         self._staging: dict | None = None
         self._paused_s, self._paused_since = 0.0, None
-        self._backlog = (0, 0)
+        self._backlog: tuple[int, int] | None = None
         self._retries, self._dropped, self._sources = Reasons(), Reasons(), Reasons()
         self._recent_retries, self._errors = deque(maxlen=_RECENT), deque(maxlen=_RECENT)
         self._num_errors = 0
@@ -91,7 +91,8 @@ class RunState:
         """A shard is (now) in `status`, one of SHARD_STATUSES.
 
         samples, tokens: what it holds, told with 'claimed' (a worker's progress is then exact) and 'elsewhere' (else
-        the mean is taken). What was captured of a shard that is claimed anew or failed no longer counts as done.
+        the mean is taken). bytes: of its file, told with 'staged'; they are backlog until it is uploaded. What was
+        captured of a shard that is claimed anew or failed no longer counts as done.
         """
         if status not in SHARD_STATUSES:
             raise ValueError(f"shard status {status!r}: one of {', '.join(SHARD_STATUSES)}")
@@ -102,6 +103,8 @@ class RunState:
                 self._take_back(shard_id)
             if status == "claimed":
                 self._open[shard_id] = OpenShard(samples, tokens)
+            elif status == "staged":
+                self._open.setdefault(shard_id, OpenShard()).staged_bytes = bytes
             elif status == "uploaded":
                 self._open.pop(shard_id, None)
             elif status == "elsewhere" and not was_done:
@@ -133,7 +136,7 @@ class RunState:
             }  # fmt: skip
 
     def backlog(self, num_shards: int, num_bytes: int) -> None:
-        """Staged and not yet uploaded."""
+        """Staged and not yet uploaded, from a sink that knows better than the shards' statuses."""
         with self._lock:
             self._tick()
             self._backlog = (num_shards, num_bytes)
@@ -177,7 +180,7 @@ class RunState:
         """Everything, as strict JSON: what is not known yet is null."""
         with self._lock:
             now = self._tick()
-            uploads, backlog = self._uploads, self._backlog
+            uploads, backlog = self._uploads, self._waiting()
             value = {
                 "stage": self.stage, "run": self.run, "host": self.host, "pid": self.pid,
                 "status": {None: "running", True: "done", False: "failed"}[self._ok],
@@ -207,7 +210,12 @@ class RunState:
         if left > 0 and not rate:
             return None
         upload = self._uploads.recent(now) or self._uploads.overall(now)
-        return (left / rate if left > 0 else 0.0) + (self._backlog[1] / upload if upload else 0.0)
+        return (left / rate if left > 0 else 0.0) + (self._waiting()[1] / upload if upload else 0.0)
+
+    def _waiting(self) -> tuple[int, int]:
+        """The backlog, shards and bytes: as reported, else what is staged and not yet uploaded."""
+        staged = [shard.staged_bytes for shard in self._open.values() if shard.staged_bytes is not None]
+        return self._backlog or (len(staged), sum(staged))
 
     def _flops(self, now: float) -> dict:
         """Model FLOPs a second over the peak of the workers that are alive."""
