@@ -14,4 +14,5 @@ TARGETS = {
     "hf": "dflash_train.target.hf",
     "gguf_wheel": "dflash_train.target.gguf_wheel",
     "tiny": "dflash_train.target.tiny",
+    "random": "dflash_train.target.random_weights",
 }

@@ -30,12 +30,15 @@ SAMPLE_BYTES, NUM_SAMPLES = 65536, 16
 
 @dataclass(frozen=True)
 class TargetFiles:
-    """A target on disk, described without loading its weights: enough to plan, render and compare fingerprints."""
+    """A target on disk, described without loading its weights: enough to plan, render and compare fingerprints.
+
+    has_weights False: they are drawn, not read, and the folder has none."""
 
     folder: Path
     hf_config: object
     tokenizer: object
     spec: TargetSpec
+    has_weights: bool = True
 
 
 def prepare(config: TargetConfig) -> TargetFiles:
