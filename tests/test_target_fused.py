@@ -8,7 +8,7 @@ from helpers_hybrid import DENSE, relative
 from helpers_target import random_ids, tiny
 
 from dflash_train.target.fused import FusedCapture, choose, rotate_, why_not
-from dflash_train.target.fused_kernels import fla_kernels, naive_kernels
+from dflash_train.target.fused_kernels import fla_kernels, naive_kernels, narrow_norm
 from dflash_train.target.hf import HFTarget
 from dflash_train.util.errors import UserError
 
@@ -86,6 +86,17 @@ def test_rope_turns_the_first_columns_only():
     assert torch.equal(turned[..., 4:], x[..., 4:]) and torch.equal(turned[:, 0], x[:, 0])
     pair = torch.complex(x[..., 0:2], x[..., 2:4]) * torch.polar(torch.ones(3), angle)[None, :, None, None]
     torch.testing.assert_close(turned[..., :4], torch.cat([pair.real, pair.imag], dim=-1))
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-6), (torch.bfloat16, 1e-3)])
+def test_the_norm_of_short_rows_is_the_naive_one_and_leaves_its_input_alone(dtype, limit):
+    g = torch.Generator().manual_seed(2)
+    rows = torch.randn(2, 5, 3, 32, generator=g).to(dtype)
+    x, gain = rows[..., :16], torch.rand(16, generator=g) + 0.5  # a slice, as the queries are
+    before = x.clone()
+    got, want = narrow_norm(x, gain, 1e-6), naive_kernels().add_norm(x, None, gain, 1e-6)[1]
+    assert got.dtype == dtype and relative(got, want) < limit and relative(got, x) > 0.1
+    assert torch.equal(x, before) and got.data_ptr() != x.data_ptr() and got.is_contiguous()
 
 
 # ---------------------------------------------------------------- on a GPU
