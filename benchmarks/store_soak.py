@@ -5,10 +5,12 @@
 Starts SeaweedFS on a throwaway folder, fills it (object, its checksum confirmed, then marker, as extraction does),
 damages a few shards, and runs each step in a process of its own, whose peak memory is counted from when its modules
 were loaded. Steps: `finish` ends an extraction (reads each marker once, leaves catalogues), `complete` is a run that
-finds nothing to do, `train` reads the markers as training does, `resume` lists what is missing.
+finds nothing to do, `train` reads the markers as training does, `resume` lists what is missing. With --fast-fill the same
+bytes are put through the server's own file interface, which takes a third of the time; every step uses S3.
 """
 
 import argparse
+import http.client
 import json
 import multiprocessing
 import os
@@ -16,6 +18,7 @@ import random
 import resource
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,7 +34,7 @@ from dflash_train.config import StoreConfig
 from dflash_train.records import TargetHead
 from dflash_train.store import s3
 from dflash_train.store.catalog import list_markers, tally
-from dflash_train.store.markers import ShardFacts, marker_for, marker_key, put_marker
+from dflash_train.store.markers import ShardFacts, marker_bytes, marker_for, marker_key
 from dflash_train.store.resume import is_complete, missing_shards
 from dflash_train.store.shard import put_manifest, write_shard
 from dflash_train.store.slices import ShardPlan
@@ -59,9 +62,23 @@ def counted(store: s3.S3Store) -> list[int]:
     return count
 
 
-def fill(endpoint: str, numbers: range, folder: str) -> None:
-    """Shards of these numbers, each with samples of its own."""
-    store, template = open_store(endpoint), make_shard(LENGTHS)
+class FilerPut(threading.local):
+    """Objects of the bucket through the server's file interface, over one connection a thread."""
+
+    def __init__(self, port: int):
+        self.connection = http.client.HTTPConnection("127.0.0.1", port)
+
+    def __call__(self, key: str, data: bytes) -> None:
+        self.connection.request("PUT", f"/buckets/{BUCKET}/soak/store/{key}", data)
+        answer = self.connection.getresponse()
+        answer.read()
+        assert answer.status in (200, 201), answer.status
+
+
+def fill(endpoint: str, filer_port: int | None, numbers: range, folder: str) -> None:
+    """Shards of these numbers, each with samples of its own; through S3 unless a port of the file interface is given."""
+    template = make_shard(LENGTHS)
+    put = open_store(endpoint).put_bytes if filer_port is None else FilerPut(filer_port)
 
     def publish(number: int) -> None:
         shard_id = f"train-{number:05d}"
@@ -72,8 +89,8 @@ def fill(endpoint: str, numbers: range, folder: str) -> None:
         path = Path(folder, f"{shard_id}.safetensors")
         write_shard(path, content)
         marker = marker_for(path, ShardFacts.of(shard_id, content))
-        store.put_bytes(marker.key, path.read_bytes())
-        put_marker(store, marker)
+        put(marker.key, path.read_bytes())
+        put(marker_key(shard_id), marker_bytes(marker))
         path.unlink()
 
     with ThreadPoolExecutor(8) as pool:
@@ -102,11 +119,11 @@ def damage(endpoint: str, num_shards: int) -> list[str]:
 
 
 def step(name: str, endpoint: str, num_shards: int, damaged: list[str], queue) -> None:
-    """One step of a run; puts (seconds, requests, MB of peak memory beyond the start's, what it found)."""
+    """One step of a run; puts (seconds, CPU seconds, requests, MB of peak memory, found)."""
     store, plans = open_store(endpoint), []
     if name == "resume":
         plans = [ShardPlan(f"train-{i:05d}", (), ()) for i in range(num_shards)]
-    requests, before, start = counted(store), peak_mb(), time.monotonic()
+    requests, before, start, cpu = counted(store), peak_mb(), time.monotonic(), time.process_time()
     if name == "complete":
         assert is_complete(store, INPUTS)
         found = "complete"
@@ -124,7 +141,7 @@ def step(name: str, endpoint: str, num_shards: int, damaged: list[str], queue) -
         todo = missing_shards(store, plans)
         assert len(todo) == NUM_DAMAGED + NUM_GONE, todo
         found = f"{len(todo)} shards to do"
-    queue.put((time.monotonic() - start, requests[0], peak_mb() - before, found))
+    queue.put((time.monotonic() - start, time.process_time() - cpu, requests[0], peak_mb() - before, found))
 
 
 def peak_mb() -> float:
@@ -139,38 +156,44 @@ def apart(name: str, endpoint: str, num_shards: int, damaged: list[str] = ()) ->
     process.start()
     process.join()
     assert process.exitcode == 0, f"{name} failed"
-    seconds, requests, megabytes, found = queue.get()
+    seconds, cpu, requests, megabytes, found = queue.get()
     rate = f"{num_shards / seconds:,.0f}"
-    print(f"| {name} | {duration(seconds)} | {rate} | {requests:,} | {megabytes:,.0f} MB | {found} |", flush=True)
+    print(f"| {name} | {duration(seconds)} | {duration(cpu)} | {rate} | {requests:,} | {megabytes:,.0f} MB | {found} |",
+          flush=True)  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shards", type=int, default=20_000)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--fast-fill", action="store_true")
     options = parser.parse_args()
     os.environ.update(CREDENTIALS)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as staging:
         weed = Weed(Path(folder))
         try:
-            soak(weed.endpoint, options.shards, options.processes, staging)
+            filer_port = weed.ports["filer"] if options.fast_fill else None
+            soak(weed.endpoint, filer_port, options.shards, options.processes, staging)
         finally:
             weed.kill()
 
 
-def soak(endpoint: str, num_shards: int, processes: int, staging: str) -> None:
+def soak(endpoint: str, filer_port: int | None, num_shards: int, processes: int, staging: str) -> None:
     start, context = time.monotonic(), multiprocessing.get_context("spawn")
     each = -(-num_shards // processes)
     parts = [range(i * each, min(num_shards, (i + 1) * each)) for i in range(processes)]
-    workers = [context.Process(target=fill, args=(endpoint, part, staging)) for part in parts]
+    workers = [context.Process(target=fill, args=(endpoint, filer_port, part, staging)) for part in parts]
     [worker.start() for worker in workers]
     [worker.join() for worker in workers]
     assert not any(worker.exitcode for worker in workers)
     finish_filling(endpoint, num_shards)
     seconds = time.monotonic() - start
     print(f"commit {code_version()}: {num_shards:,} shards, {processes} processes that fill", flush=True)
-    print("| step | time | shards/s | requests | peak memory beyond start | found |\n|---|---|---|---|---|---|")
-    print(f"| fill | {duration(seconds)} | {num_shards / seconds:,.0f} | {2 * num_shards:,} | | |", flush=True)
+    print("| step | time | CPU of the step | shards/s | requests | peak memory beyond start | found |")
+    print(
+        f"|---|---|---|---|---|---|---|\n| fill | {duration(seconds)} | | {num_shards / seconds:,.0f} | | | |",
+        flush=True,
+    )
     for name in ("finish", "complete", "train"):
         apart(name, endpoint, num_shards)
     damaged = damage(endpoint, num_shards)
