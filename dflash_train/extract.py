@@ -59,7 +59,7 @@ def main(run: ExtractRun) -> int | None:
         say(f"every shard is in {store.url} already")
         return finish(run, store)
 
-    rows = rendered_rows(run, setup.files)
+    rows = rendered_rows(run, setup.files, setup.answers)
     shards = plan_all(setup, rows)
     check_budget(setup, store, shards)
     put_manifest(store, make_manifest(setup, rows, shards), MUST_AGREE)
@@ -166,8 +166,8 @@ def extract_shards(setup: Setup, store: ObjectStore, rows: RenderedRows, todo: l
     target_files = lambda: None if has_target_files(store) else setup.target_files()
     with Claims(store, config.lease_s, stop_check) as claims:
         desk = Desk(rows, todo, setup.token_bytes, claims, state, stop_check)
-        with Uploader(store, folder, threads=setup.run.store.upload_threads, on_done=desk.uploaded,
-                      on_retry=state.retry, stop_check=stop_check) as uploader:  # fmt: skip
+        with Uploader(store, folder, threads=setup.run.store.upload_threads, exit_s=config.stop_s,
+                      on_done=desk.uploaded, on_retry=state.retry, stop_check=stop_check) as uploader:  # fmt: skip
             desk.open(uploader)
             if num_workers:
                 with Supervisor(order, desk, config, gpus, num_workers, target_files) as supervisor:

@@ -8,6 +8,7 @@ from helpers_store import make_run, write_answers
 
 from dflash_train.capture import rows as rows_module
 from dflash_train.capture.rows import RenderedRows, rendered_rows
+from dflash_train.capture.setup import resolve
 from dflash_train.data.chat import Renderer
 from dflash_train.records import Sample
 from dflash_train.target import tiny
@@ -22,13 +23,18 @@ def run(tmp_path, monkeypatch):
     return make_run(tmp_path, data__num_processes=1)
 
 
+def render(run) -> RenderedRows:
+    setup = resolve(run, tiny.prepare(run.target))
+    return rendered_rows(run, setup.files, setup.answers)
+
+
 def files_of(rows: RenderedRows) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in rows.folder.iterdir()}
 
 
 def test_every_row_is_what_the_renderer_says_in_the_order_of_the_answers(run):
     """Naive twin: render each sample by itself."""
-    rows, renderer = rendered_rows(run, tiny.prepare(run.target)), Renderer(tiny.tiny_tokenizer())
+    rows, renderer = render(run), Renderer(tiny.tiny_tokenizer())
     number = 0
     for split, name in rows_module.SPLITS.items():
         for line in read_jsonl(run.answers_dir / name):
@@ -44,31 +50,30 @@ def test_every_row_is_what_the_renderer_says_in_the_order_of_the_answers(run):
 
 
 def test_the_files_do_not_depend_on_the_number_of_processes_or_the_size_of_a_chunk(run, tmp_path, monkeypatch):
-    one = files_of(rendered_rows(run, tiny.prepare(run.target)))
+    one = files_of(render(run))
     other = make_run(tmp_path / "other", data__num_processes=2)
     monkeypatch.setattr(rows_module, "CHUNK_BYTES", 400)
     files = tiny.prepare(other.target)
     jobs = [job for split, name in rows_module.SPLITS.items()
             for job in rows_module.split_jobs(other, files, split, other.answers_dir / name)]  # fmt: skip
     assert len(jobs) >= 5
-    assert files_of(rendered_rows(other, files)) == one
+    assert files_of(render(other)) == one
 
 
 def test_they_are_made_once_and_anew_for_other_answers_or_limits(run, monkeypatch):
-    files = tiny.prepare(run.target)
-    first = rendered_rows(run, files)
+    first = render(run)
     with monkeypatch.context() as patch:
         patch.setattr(rows_module, "render_all", lambda *a: pytest.fail("rendered again"))
-        assert rendered_rows(run, files).folder == first.folder
+        assert render(run).folder == first.folder
     run.extract.max_tokens = 40
-    cut = rendered_rows(run, files)
+    cut = render(run)
     assert cut.folder != first.folder and cut.num_cut > 0 and np.diff(cut.offsets).max() == 40
     write_answers(run, seed=1)
-    assert rendered_rows(run, files).folder not in (first.folder, cut.folder)
+    assert render(run).folder not in (first.folder, cut.folder)
 
 
 def test_files_that_are_cut_are_refused_by_name(run):
-    rows = rendered_rows(run, tiny.prepare(run.target))
+    rows = render(run)
     path = rows.folder / "token_ids.i32"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(UserError, match=r"token_ids.i32\n(.|\n)*delete"):
@@ -80,24 +85,24 @@ def test_an_id_that_comes_twice_and_a_line_that_is_no_json_are_refused_and_leave
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines, lines[0]]))
     with pytest.raises(UserError, match=r"sample train-0\n.*twice"):
-        rendered_rows(run, tiny.prepare(run.target))
+        render(run)
     path.write_text(lines[0] + lines[1][:30] + "\n")
     with pytest.raises(UserError, match=rf"samples.jsonl, byte {len(lines[0])}\n"):
-        rendered_rows(run, tiny.prepare(run.target))
-    assert not [path for path in (run.answers_dir.parents[2] / "rendered").glob("*")]
+        render(run)
+    assert not list((run.answers_dir.parents[2] / "rendered").glob("*"))
 
 
 def test_an_answers_file_without_a_row_gives_no_rows(run):
     (run.answers_dir / "heldout.jsonl").write_text("")
-    rows = rendered_rows(run, tiny.prepare(run.target))
+    rows = render(run)
     assert len(rows) == 8 and len(rows.of("heldout")) == rows.num_tokens("heldout") == 0
     (run.answers_dir / "samples.jsonl").write_text("")
     with pytest.raises(UserError, match="no sample with a supervised token"):
-        rendered_rows(run, tiny.prepare(run.target))
+        render(run)
 
 
 def test_an_index_line_names_a_row(run):
-    rows = rendered_rows(run, tiny.prepare(run.target))
+    rows = render(run)
     sample_id, source, content_hash = json.loads((rows.folder / "index.jsonl").read_text().splitlines()[0])
     assert (sample_id, source) == ("train-0", "toy") and len(content_hash) == 16
     assert rows.content_hashes[0] == content_hash

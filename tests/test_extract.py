@@ -243,7 +243,7 @@ def test_a_slow_host_that_comes_back_after_another_took_its_shards_over_changes_
     assert contents(run) == contents(alone)
     out = capsys.readouterr().out
     assert "train-00002: taken over from" in out and "no sign of life" in out
-    assert "another host has done it" in out
+    assert "shard(s) were made by other hosts" in out
     assert not open_store(run).list("claims/") and not open_store(run).list("hosts/")
 
 
@@ -284,6 +284,16 @@ def test_a_store_made_from_something_else_is_refused_before_the_target_is_loaded
     refuse_to_load(monkeypatch)
     with pytest.raises(UserError, match=rf"manifest.json: {field}"):
         extract.main(make_run(tmp_path, **change))
+
+
+def test_a_store_made_with_another_chat_template_is_refused_by_name(tmp_path, monkeypatch):
+    """Traps 10, 11: what the target reads would differ."""
+    extract.main(make_run(tmp_path))
+    template = tmp_path / "other.jinja"
+    template.write_text(tiny.CHAT_TEMPLATE.replace("result: ", "answer: "))
+    refuse_to_load(monkeypatch)
+    with pytest.raises(UserError, match=r"manifest.json: chat_template_hash"):
+        extract.main(make_run(tmp_path, target__chat_template=str(template)))
 
 
 def test_other_answers_are_refused_too(tmp_path, monkeypatch):

@@ -38,6 +38,7 @@ class Desk:
         self.tokens, self.seconds, self.shards = Counter(), Counter(), Counter()  # by worker
         self._row_of = {sample_id: row for row, sample_id in enumerate(rows.sample_ids)}
         self._sources = rows.sources
+        self.elsewhere = 0  # shards that other hosts have made
         self._captured: Counter = Counter()  # samples by shard that is not on file yet
         self._reserving_since: float | None = None
         self._shown, self._lock = float("-inf"), threading.Lock()
@@ -81,7 +82,7 @@ class Desk:
         self.state.shard(shard.shard_id, "claimed", samples=len(shard.sample_ids), tokens=shard.num_tokens)
 
     def _elsewhere(self, shard: ShardPlan) -> None:
-        say(f"{shard.shard_id}: another host has done it")
+        self.elsewhere += 1
         self.state.shard(shard.shard_id, "elsewhere", samples=len(shard.sample_ids), tokens=shard.num_tokens)
         with self._lock:
             self.progress.update(len(shard.sample_ids))
@@ -115,6 +116,8 @@ class Desk:
     def close(self) -> None:
         """The last lines: the rate of all, and of each worker, with its share of the device's matrix rate."""
         self.progress.close()
+        if self.elsewhere:
+            say(f"{self.elsewhere} shard(s) were made by other hosts")
         per_token, peak = self.state.flops_per_token, self.state.peak_flops
         for worker, tokens in sorted(self.tokens.items()):
             rate = tokens / max(self.seconds[worker], 1e-9)

@@ -25,7 +25,7 @@ from dflash_train.data.chat import Renderer
 from dflash_train.data.rendering import Rows
 from dflash_train.target.files import TargetFiles, load_tokenizer
 from dflash_train.util.errors import UserError
-from dflash_train.util.io import atomic_folder, free_bytes, human_bytes, json_line, read_json, sha256_file, write_json
+from dflash_train.util.io import atomic_folder, free_bytes, human_bytes, json_line, read_json, write_json
 from dflash_train.util.log import say
 from dflash_train.util.parallel import Workers, num_cores
 from dflash_train.util.provenance import canonical_json, code_version, digest, template_hash
@@ -117,13 +117,14 @@ class RenderJob:
     min_answer_tokens: int
 
 
-def rendered_rows(run: ExtractRun, files: TargetFiles) -> RenderedRows:
-    """Every answered sample as the target reads it, cut to extract.max_tokens; rendered where it was not yet.
+def rendered_rows(run: ExtractRun, files: TargetFiles, answers: list[str]) -> RenderedRows:
+    """Every answered sample as the target reads it, cut to extract.max_tokens; rendered where it was not yet. answers:
+    hashes of the answer files.
 
     Raises UserError where nothing is left to train on, for an id that comes twice, and for a held-out row among train
     rows.
     """
-    folder = Path(run.work_dir, "rendered", f"{run.store_name}-{rows_key(run, files)}")
+    folder = Path(run.work_dir, "rendered", f"{run.store_name}-{rows_key(run, files, answers)}")
     if not folder.is_dir():
         render_all(run, files, folder)
     rows = RenderedRows(folder)
@@ -134,9 +135,8 @@ def rendered_rows(run: ExtractRun, files: TargetFiles) -> RenderedRows:
     return rows
 
 
-def rows_key(run: ExtractRun, files: TargetFiles) -> str:
+def rows_key(run: ExtractRun, files: TargetFiles, answers: list[str]) -> str:
     """Names everything the rows follow from, this code included: rows of another renderer are not taken for ours."""
-    answers = [sha256_file(run.answers_dir / name) for name in SPLITS.values()]
     limits = [run.extract.max_tokens, run.data.answers.min_answer_tokens, sorted(heldout_ids(run.mix_dir))]
     return digest([answers, limits, files.spec.fingerprint, template_hash(files.tokenizer), code_version()], 12)
 

@@ -2,6 +2,7 @@
 
 import tempfile
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 
 from dflash_train.capture.rows import SPLITS, RenderedRows
@@ -62,13 +63,14 @@ class Setup:
         config = self.files.hf_config.get_text_config().to_dict()
         return {key: value for key, value in config.items() if key != "_name_or_path"}
 
+    @cached_property
     def answers(self) -> list[str]:
-        """Hashes of the answer files, in the order of SPLITS."""
+        """Hashes of the answer files, in the order of SPLITS. They can be many GB."""
         return [sha256_file(self.run.answers_dir / name) for name in SPLITS.values()]
 
     def inputs_hash(self) -> str:
         """Names everything the shards follow from, without rendering: a finished store is recognized in seconds."""
-        return digest([self.facts(), self.choices(), self.answers()])
+        return digest([self.facts(), self.choices(), self.answers])
 
     def shard_provenance(self) -> dict:
         """Who made a shard. Only what decides its content: it must not depend on the worker or its folders."""

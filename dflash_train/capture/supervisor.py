@@ -73,7 +73,7 @@ class Supervisor:
     def run(self) -> None:
         """Until every job is on file. Raises UserError for a shard that cannot be made or keeps killing workers, and
         whatever stops the desk."""
-        with Ahead(self.desk.jobs()) as self.source:
+        with Ahead(self.desk.jobs(), depth=len(self.slots)) as self.source:
             self.start(self.slots[0])
             while not (self.source.finished and self.warm and not self.again and not any(s.jobs for s in self.slots)):
                 self.desk.check()

@@ -38,7 +38,7 @@ class ExtractConfig:
     gpus_per_worker: int = 1  # more: they share out the target's heads (tensor parallel); rows differ by rounding
     max_restarts: int = 3  # of each worker; the same number of deaths condemns a shard
     hang_s: float = 900.0  # a worker with a shard in hand that says nothing for so long is killed
-    stop_s: float = 60.0  # after SIGTERM or Ctrl-C: so long for finishing batches and writing captured shards
+    stop_s: float = 60.0  # after SIGTERM or Ctrl-C: so long to finish batches and write files, and so long to upload
     lease_s: float = 60.0  # a host without a sign of life for so long loses its claims to the others
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
 

@@ -224,12 +224,13 @@ class Claims:
 
     def _drop(self, shard_ids: set[str]) -> None:
         """Delete own claims, and the older ones that they took over."""
-        for shard_id in shard_ids & self._mine.keys():
-            claim = self._mine[shard_id]
+        with self._lock:
+            claims = [self._mine[shard_id] for shard_id in shard_ids & self._mine.keys()]
+        for claim in claims:
             for generation in range(1, claim.generation + 1):
-                self.store.delete(Claim(shard_id, generation, self.host).key)
+                self.store.delete(Claim(claim.shard_id, generation, self.host).key)
             with self._lock:
-                del self._mine[shard_id]
+                self._mine.pop(claim.shard_id, None)
 
 
 def _marker(shard_id: str) -> str:
@@ -240,6 +241,5 @@ def sweep_claims(store: ObjectStore) -> int:
     """Remove every claim and host record; returns how many. For a set that is complete: a host that still lives writes
     its record anew, and removes it when it ends."""
     keys = [key for prefix in ("claims/", "hosts/") for key, _ in store.list(prefix)]
-    for key in keys:
-        store.delete(key)
+    store.delete_many(keys)
     return len(keys)

@@ -60,7 +60,8 @@ def process_is_gone(record: dict) -> bool:
     if record.get("machine") != _machine():
         return False
     try:
-        return psutil.Process(record["pid"]).create_time() != record["started"]
+        process = psutil.Process(record["pid"])
+        return process.create_time() != record["started"] or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
 

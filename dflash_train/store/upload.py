@@ -33,16 +33,18 @@ class Uploader:
     attempts: of each request, with pauses that grow from backoff_s to a minute (20: a quarter of an hour without a
     network); a run that ends by an exception tries no more than 3 times. stall_s: how long a full staging folder may
     show no progress before the producer gets an error instead of waiting on; longer than the attempts take, whose error
-    says more. paused_s: seconds the producer has waited here.
+    says more. paused_s: seconds the producer has waited here. exit_s: so long a run that was told to end (SystemExit)
+    waits for its uploads; None: until they are done.
     """
 
     def __init__(
         self, store: ObjectStore, folder: Path, *, threads: int = 4, attempts: int = 20, backoff_s: float = 1.0,
-        stall_s: float = 1800.0, on_done: Callable[[Marker, float], None] = lambda marker, seconds: None,
+        stall_s: float = 1800.0, exit_s: float | None = None,
+        on_done: Callable[[Marker, float], None] = lambda marker, seconds: None,
         on_retry: Callable[[str, str], None] = lambda what, why: None, stop_check: Callable[[], None] = lambda: None,
     ):  # fmt: skip
         self.store, self.folder, self.room = store, folder, Room(folder)
-        self.attempts, self.backoff_s, self.stall_s = attempts, backoff_s, stall_s
+        self.attempts, self.backoff_s, self.stall_s, self.exit_s = attempts, backoff_s, stall_s, exit_s
         self.on_done, self.on_retry, self.stop_check = on_done, on_retry, stop_check
         self.staged_bytes = 0  # ours: reserved or written, not yet uploaded
         self._written_bytes = 0  # the part of it that lies in the folder
@@ -66,7 +68,7 @@ class Uploader:
         if kind is not None and self._pending:
             say(f"stopping ({kind.__name__}): uploading {len(self._pending)} staged shard(s) first")
         try:
-            self.drain()
+            self.drain(self.exit_s if kind is SystemExit else None)
         finally:
             if self._pending or self.failed:
                 say(f"not uploaded: {', '.join(sorted(self._pending | self.failed.keys()))}")
