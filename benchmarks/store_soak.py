@@ -5,8 +5,8 @@
 Starts SeaweedFS on a throwaway folder, fills it (object, its checksum confirmed, then marker, as extraction does),
 damages a few shards, and runs each step in a process of its own, whose peak memory is counted from when its modules
 were loaded. Steps: `finish` ends an extraction (reads each marker once, leaves catalogues), `complete` is a run that
-finds nothing to do, `train` reads the markers as training does, `resume` lists what is missing. With --fast-fill the same
-bytes are put through the server's own file interface, which takes a third of the time; every step uses S3.
+finds nothing to do, `train` reads the markers as training does, `resume` lists what is missing. With --fast-fill the
+same bytes are put through the server's own file interface, which takes a third of the time; every step uses S3.
 """
 
 import argparse
@@ -76,7 +76,7 @@ class FilerPut(threading.local):
 
 
 def fill(endpoint: str, filer_port: int | None, numbers: range, folder: str) -> None:
-    """Shards of these numbers, each with samples of its own; through S3 unless a port of the file interface is given."""
+    """Shards of these numbers, each with samples of its own; through S3, or the file interface at filer_port."""
     template = make_shard(LENGTHS)
     put = open_store(endpoint).put_bytes if filer_port is None else FilerPut(filer_port)
 
