@@ -12,11 +12,7 @@ fails is named, the others still run, and the exit code is 1; so it is when an a
 """
 
 import argparse
-import gc
 import sys
-import time
-import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,17 +29,17 @@ from hybrid_agreement import (
     random_tree,
     tree_of,
 )
+from run_parts import Run
 from torch import Tensor
 from yardstick import Peak, num_bytes, yardstick
 
 from dflash_train.records import FeatureSpec, Tree
-from dflash_train.target.base import TargetSpec
-from dflash_train.target.files import TargetFiles
 from dflash_train.target.hf import HFTarget
-from dflash_train.target.tiny import draw_, tiny_tokenizer
+from dflash_train.target.random_weights import Options, describe, draw
+from dflash_train.target.tiny import tiny_tokenizer
 from dflash_train.util.device import pick_device
 from dflash_train.util.hf import transformers
-from dflash_train.util.io import write_bytes, write_json
+from dflash_train.util.io import write_bytes
 from dflash_train.util.log import say
 from dflash_train.util.timing import now_s
 
@@ -80,7 +76,6 @@ TINY = Sizes(hidden=64, intermediate=128, num_layers=8, heads=4, kv_heads=2, hea
              batches=((2, 64), (4, 16)), padded=(20, 40, 9), context=80, verify=(("chain", 4), ("tree", 12)),
              prefix=70, agreement_nodes=(12,), matrix=256, copy_bytes=1 << 20)  # fmt: skip
 ROUNDS = 5
-WRITES_RESIDUAL = ("out_proj.weight", "o_proj.weight", "down_proj.weight")
 
 
 # ---------------------------------------------------------------- the model
@@ -92,31 +87,21 @@ def hf_config(sizes: Sizes):
         num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads, head_dim=sizes.head_dim,
         linear_num_key_heads=sizes.linear_key_heads, linear_num_value_heads=sizes.linear_value_heads,
         linear_key_head_dim=sizes.linear_head_dim, linear_value_head_dim=sizes.linear_head_dim,
-        vocab_size=sizes.vocab, rms_norm_eps=1e-6, tie_word_embeddings=False, max_position_embeddings=262144,
+        vocab_size=sizes.vocab, rms_norm_eps=1e-6, tie_word_embeddings=False, max_position_embeddings=262144, eos_token_id=0,
         rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
     )  # fmt: skip
 
 
-@torch.no_grad()
 def build(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[HFTarget, dict]:
     """Random weights, drawn where they stay. The tokenizer is a stand-in: nothing here is text."""
     start = now_s(device)
-    config = hf_config(sizes)
-    with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    generator = torch.Generator(device).manual_seed(0)
-    for name, parameter in model.named_parameters():
-        draw_(name, parameter, True, generator, sizes.std)
-        if name.endswith(WRITES_RESIDUAL):
-            parameter.normal_(0.0, (2 * sizes.num_layers * parameter.shape[1]) ** -0.5, generator=generator)
-    model.get_input_embeddings().weight.mul_(1 / sizes.std)
-    spec = TargetSpec("random weights", sizes.num_layers, sizes.hidden, sizes.vocab, sizes.vocab, (0,), "none")
-    files = TargetFiles(Path("random weights"), config, tiny_tokenizer(), spec)
-    target = HFTarget(files, model.eval().requires_grad_(False), device)
+    files = describe(hf_config(sizes), Path("random weights"), tiny_tokenizer(), "random weights", "none")
+    target = draw(files, Options(std=sizes.std), dtype, device, "library")
     layer_bytes = [num_bytes(*layer.parameters()) for layer in target.layers]
+    parameters = list(target.model.parameters())
     return target, {
-        "build_s": now_s(device) - start, "num_parameters": sum(p.numel() for p in model.parameters()),
-        "weight_bytes": num_bytes(*model.parameters()), "layer_bytes": layer_bytes,
+        "build_s": now_s(device) - start, "num_parameters": sum(p.numel() for p in parameters),
+        "weight_bytes": num_bytes(*parameters), "layer_bytes": layer_bytes,
         "weights_read_by_a_pass_bytes": sum(layer_bytes) + num_bytes(target.lm_head.weight),
     }  # fmt: skip
 
@@ -222,36 +207,9 @@ def verify(open_session, tree: Tree, path: list[int]) -> dict:
 # ---------------------------------------------------------------- all of it
 
 
-class Run:
-    """Figures of one dtype by part, and the parts that failed; written after each, since a run may be cut."""
-
-    def __init__(self, path: Path):
-        self.path, self.figures, self.failed = path, {}, {}
-
-    def part(self, name: str, work: Callable[[], object]) -> object:
-        """Do one part; a failure is said and kept, and the next ones still run. None when it failed."""
-        start, result = time.monotonic(), None
-        try:
-            result = work()
-        except Exception as problem:
-            traceback.print_exc(limit=-4, file=sys.stdout)
-            self.failed[name] = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
-        gc.collect()  # what a failed part still held
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        say(f"{name}: {self.failed.get(name, 'done')} ({time.monotonic() - start:.1f} s)")
-        return result
-
-    def keep(self, name: str, work: Callable[[], dict]) -> None:
-        result = self.part(name, work)
-        if result is not None:
-            self.figures[name] = result
-        write_json(self.path, {"figures": self.figures, "failed": self.failed, "beyond": beyond(self.figures)})
-
-
 def measure(sizes: Sizes, dtype: torch.dtype, device: torch.device, path: Path) -> Run:
     """Everything, in order."""
-    run, dtype_name = Run(path), str(dtype).removeprefix("torch.")
+    run, dtype_name = Run(path, lambda figures: {"beyond": beyond(figures)}), str(dtype).removeprefix("torch.")
     run.keep("machine", lambda: {"dtype": dtype_name, **yardstick(device, dtype, sizes.matrix, sizes.copy_bytes)})
     built = run.part("build", lambda: build(sizes, dtype, device))
     if built is None:
