@@ -87,8 +87,8 @@ def hf_config(sizes: Sizes):
         num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads, head_dim=sizes.head_dim,
         linear_num_key_heads=sizes.linear_key_heads, linear_num_value_heads=sizes.linear_value_heads,
         linear_key_head_dim=sizes.linear_head_dim, linear_value_head_dim=sizes.linear_head_dim,
-        vocab_size=sizes.vocab, rms_norm_eps=1e-6, tie_word_embeddings=False, max_position_embeddings=262144, eos_token_id=0,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        vocab_size=sizes.vocab, rms_norm_eps=1e-6, tie_word_embeddings=False, max_position_embeddings=262144,
+        eos_token_id=0, rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
     )  # fmt: skip
 
 
