@@ -1,5 +1,5 @@
 # The two commands a newcomer needs: `make demo` and `make test`. Both set up .venv first.
-PYTHON ?= python3
+PYTHON ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
@@ -17,15 +17,8 @@ help:
 
 setup: $(STAMP)
 
-# torch first: what follows must find it, or pip fetches several GB of CUDA onto a machine without a GPU.
-$(STAMP): pyproject.toml cpu-constraints.txt launch/pick_torch.sh
-	@$(PYTHON) -c 'import sys; v=sys.version_info[:2]; sys.exit(0 if (3,11)<=v<(3,13) else f"Python 3.11 or 3.12 is needed, this is {sys.version.split()[0]}; try: make PYTHON=python3.12 $(MAKECMDGOALS)")'
-	@echo "setting up $(VENV): about 2 GB on disk without a GPU (two to three minutes), 6 GB with one"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install -qq --upgrade pip
-	@$(BIN)/python -m pip install -qq $$(bash launch/pick_torch.sh)
-	@$(BIN)/python -m pip install -qq $$(bash launch/pick_torch.sh --constraint) -e '.[dev]'
-	@touch $@
+$(STAMP): pyproject.toml cpu-constraints.txt launch/pick_torch.sh launch/setup.sh
+	@PYTHON=$(PYTHON) bash launch/setup.sh dev
 
 demo: $(STAMP)
 	@$(BIN)/python launch/demo.py
