@@ -148,7 +148,7 @@ def config_dict(run: configs.Run) -> dict:
 
 
 def main(stage: str, body: Callable[[configs.Run], int | None]) -> None:
-    """Run a stage as a command. Exit codes: 0 done, 1 failed on the way, 2 refused before any work."""
+    """Run a stage as a command. Exit codes: 0 done, 1 failed on the way and may go on, 2 refused."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     register_recipes()
@@ -158,7 +158,7 @@ def main(stage: str, body: Callable[[configs.Run], int | None]) -> None:
         try:
             code = body(build_run(stage, cfg))
         except UserError as error:  # here, not outside: Hydra would print a traceback first
-            _fail(str(error))
+            _fail(str(error), error.exit_code)
         if code:
             sys.exit(code)
 
@@ -184,6 +184,6 @@ def _known_keys(stage: str, message: str) -> str:
     return f"\n{parent} has: {', '.join(node.keys())}" if isinstance(node, DictConfig) and len(node) else ""
 
 
-def _fail(message: str) -> None:
+def _fail(message: str, exit_code: int = 2) -> None:
     print(f"\n{message}", file=sys.stderr, flush=True)
-    sys.exit(2)
+    sys.exit(exit_code)

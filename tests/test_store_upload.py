@@ -251,12 +251,21 @@ def test_sigterm_uploads_what_is_queued_and_exits_143(tmp_path):
 
 def test_a_second_signal_stops_at_once_and_handlers_are_put_back():
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as stop, stop_on_signals() as check:
+    with pytest.raises(SystemExit) as stop, stop_on_signals(echo_s=0) as check:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("not stopped")
     assert stop.value.code == 143 and check
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_signal_that_a_launcher_passes_on_as_well_is_one_request():
+    """Slurm signals every process of a job, node.sh too, which passes it on."""
+    with pytest.raises(SystemExit) as stop, stop_on_signals(echo_s=60) as check:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        check()
+    assert stop.value.code == 143
 
 
 # ---------------------------------------------------------------- back-pressure

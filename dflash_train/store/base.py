@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 class StoreUnavailable(UserError):
     """The store did not answer, or failed on its own side: trying again may help. Any other UserError is final."""
 
+    exit_code = 1
+
 
 class ObjectStore(Protocol):
     """Keys are '/'-separated and relative to this store's prefix. Every write is whole or absent."""

@@ -152,7 +152,8 @@ class Uploader:
         """Raise for the first shard that could not be uploaded, naming all of them."""
         if self.failed:
             error = next(iter(self.failed.values()))
-            raise UserError(
+            may_pass = isinstance(error, (StoreUnavailable, ConnectionError, TimeoutError))
+            raise (StoreUnavailable if may_pass else UserError)(
                 f"upload to {self.store.url}", got=str(error).replace("\n", " "),
                 want=f"{len(self.failed)} shard(s) uploaded: {', '.join(sorted(self.failed))}",
                 fix="run extract again once the store takes them: only what has no marker is done",
@@ -226,17 +227,24 @@ class Uploader:
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[Callable[[], None]]:
+def stop_on_signals(echo_s: float = 2.0) -> Iterator[Callable[[], None]]:
     """Yields `check()`, which raises SystemExit(128 + n) once SIGTERM or SIGINT came; a second signal raises at once.
 
     Raising only where the producer asks keeps a signal from cutting a hand-over in half.
+    echo_s: signals so close after the first are the same request. Slurm and systemd signal every process of a job, and
+    launch/node.sh, one of them, passes on what it gets.
     """
     asked: list[int] = []
+    asked_at = 0.0
 
     def on_signal(number, frame):
+        nonlocal asked_at
+        if asked and time.monotonic() - asked_at < echo_s:
+            return
         asked.append(number)
         if len(asked) > 1:
             raise SystemExit(128 + number)
+        asked_at = time.monotonic()
         say(f"{signal.Signals(number).name}: stopping after this batch (again to stop at once)")
 
     def check() -> None:
