@@ -220,6 +220,7 @@ def _source_entry(data: DataConfig, name: str, report: SourceReport, written: di
         "not_needed": report.not_needed,
         "converted": report.converted,
         "dropped": dict(sorted(report.dropped.items())),
+        "lost": dict(sorted(report.lost.items())),
         "skipped": dict(sorted(report.skipped.items())),
         "repaired": dict(sorted(report.repaired.items())),
         "prompts": report.prompts,

@@ -69,7 +69,7 @@ def fake_wheel(cache: Path, name: str, version: str, files: dict[str, str]) -> N
 def mix_manifest(data: DataConfig) -> dict:
     """A manifest of a mix of these sources, as far as later stages and the card read it, that counted nothing."""
     zero = dict.fromkeys(("read", "not_needed", "kept"), 0)
-    none = {key: {} for key in ("skipped", "dropped", "filtered", "repaired", "contaminated")}
+    none = {key: {} for key in ("skipped", "dropped", "lost", "filtered", "repaired", "contaminated")}
     written = {"train": 0, "heldout": 0}
     facts = lambda source: {"kind": source.kind, "license": source.license, "bucket": source.bucket,
                             "revision": None, "wanted": source.take, **zero, **none, "written": written}  # fmt: skip

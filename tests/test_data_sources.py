@@ -6,7 +6,7 @@ import json
 import pytest
 from helpers_data import FIXTURES, outcome, read_all, write_rows
 
-from dflash_train.data import row_files
+from dflash_train.data import json_arrays
 from dflash_train.data.forms import detect
 from dflash_train.util.errors import UserError
 
@@ -123,7 +123,7 @@ def test_array_rows_do_not_depend_on_where_chunks_end(tmp_path, monkeypatch):
     whole = [outcome(row) for row in read_all(path)]
     assert len(whole) == 40
     for size in (1, 2, 7, 64):
-        monkeypatch.setattr(row_files, "_CHUNK_CHARS", size)
+        monkeypatch.setattr(json_arrays, "CHUNK_BYTES", size)
         assert [outcome(row) for row in read_all(path)] == whole
 
 

@@ -46,7 +46,7 @@ def read(name: str, config: SourceConfig, data: DataConfig) -> Iterator[RawRow]:
     for location, upstream, row in rows:
         if isinstance(row, Bad):
             first_bad = first_bad or f"{row.reason} at {location}"
-            yield RawRow(location, drop=row.reason)
+            yield RawRow(location, drop=row.reason, lost=(row.lost, row.unit))
             continue
         is_readable = True
         watch.see(row)

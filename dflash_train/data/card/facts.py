@@ -106,7 +106,9 @@ def drops(mix: dict) -> Section:
     repairs = _matrix("Rows repaired and kept", "repair", set(chain(*repaired.values())), repaired)
     skipped = {name: entry["skipped"] for name, entry in mix["sources"].items()}
     skips = _matrix("Rows not chosen", "rule", set(chain(*skipped.values())), skipped)
-    parts = [table for table in (reasons, skips, repairs) if table.rows]
+    lost = {name: entry["lost"] for name, entry in mix["sources"].items()}
+    losses = _matrix("Passed over in damaged files", "reason, unit", set(chain(*lost.values())), lost)
+    parts = [table for table in (reasons, losses, skips, repairs) if table.rows]
     return Section("What was dropped, and why", [] if parts else ["Nothing."], parts)
 
 

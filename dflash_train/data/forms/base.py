@@ -17,7 +17,8 @@ class RawRow:
 
     location: file:line, for messages. group: rows of one group never fall on both sides of the hold-out (None = alone).
     unique: rows of one source with equal `unique` are one question, of which the mixer keeps the first. kind: a subset
-    inside the source (OpenOrca's "t0") whose share the recipe may cap. notes: repairs worth counting.
+    inside the source (OpenOrca's "t0") whose share the recipe may cap. notes: repairs worth counting. lost: how much of
+    its file was passed over with a row that could not be read.
     """
 
     location: str
@@ -33,6 +34,7 @@ class RawRow:
     notes: tuple[str, ...] = ()
     drop: str | None = None
     skip: str | None = None
+    lost: tuple[int, str] = (0, "bytes")
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,7 @@ class SourceReport:
     not_needed: int  # too far back in hash order to be looked at
     skipped: Counter  # by the source's own rule: not chosen, but nothing wrong
     dropped: Counter
+    lost: Counter  # what was passed over in damaged files, by reason and unit
     repaired: Counter
     prompts: int
     filtered: Counter
@@ -152,6 +153,7 @@ class Pool:
             not_needed=in_order - counts.rows,
             skipped=self.sift.skipped,
             dropped=self.sift.dropped + counts.dropped,
+            lost=self.sift.lost,
             repaired=counts.repaired,
             prompts=counts.prompts,
             filtered=filtered,

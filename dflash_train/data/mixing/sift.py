@@ -62,6 +62,7 @@ class Sifted:
     read: int = 0
     skipped: Counter = field(default_factory=Counter)
     dropped: Counter = field(default_factory=Counter)  # rows that could not be read or do not fit their form
+    lost: Counter = field(default_factory=Counter)  # of their files, with such rows: by reason and unit
 
 
 class Lowest:
@@ -127,6 +128,8 @@ def sift(job: SiftJob) -> Sifted:
 def _drop(out: Sifted, raw: RawRow, reason: str, strict: bool) -> None:
     refuse_bad_row(raw, reason, strict)
     out.dropped[reason] += 1
+    if raw.lost[0]:
+        out.lost[f"{reason}, {raw.lost[1]}"] += raw.lost[0]
 
 
 def refuse_bad_row(raw: RawRow, reason: str, strict: bool) -> None:
