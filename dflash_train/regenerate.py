@@ -10,6 +10,7 @@ while it runs: <answers_dir>/parts/*.jsonl, every answer that came; what is ther
 import dataclasses
 import shutil
 import time
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from dflash_train.target.canary import check_target
 from dflash_train.util.device import cpu_has_bfloat16, cuda_problem
 from dflash_train.util.errors import UserError
 from dflash_train.util.io import count_lines, human_bytes, read_json, write_json, write_jsonl
-from dflash_train.util.log import duration, say, table
+from dflash_train.util.log import Progress, duration, say, table
 from dflash_train.util.provenance import provenance
 
 BYTES_PER_TOKEN = 24  # text and ids in samples.jsonl, and the same again in parts/ until the merge
@@ -65,7 +66,7 @@ def ensure_answers(run: Run) -> Path:
         answerer = open_answerer(run, work, server)
         stand_ins = work.waves(answerer.answer)
         merge(run, work, identity, stand_ins, time.monotonic() - started)
-    shutil.rmtree(parts)
+    shutil.rmtree(parts, ignore_errors=True)
     return folder
 
 
@@ -98,6 +99,7 @@ def open_work(run: Run):
     identity = make_identity(run.data, run.target.dtype, files.spec, renderer.template_hash, mix_paths(run))
     if complete:
         check_identity(read_json(folder / "manifest.json").get("identity", {}), identity, folder)
+        shutil.rmtree(folder / "parts", ignore_errors=True)  # of a run that was killed behind its last step
         say(f"answers are complete: {folder}")
         return None
     answers, server = run.data.answers, None
@@ -219,9 +221,12 @@ def check_first(work: Work, probes: list[Probe], target: TargetModel | None) -> 
 def merge(run: Run, work: Work, identity: dict, stand_ins: list[int], seconds: float) -> None:
     """Records -> samples.jsonl and heldout.jsonl in the mix's order, then the manifest (last: it says all is there)."""
     counts, rows = rules.Counts(work.limits.context), work.rows.rows
-    write = lambda name, split, some: write_jsonl(
-        run.answers_dir / name, (sample.to_json() for sample in work.kept(some, split, counts))
-    )
+    progress = Progress("merge", None, "rows")
+
+    def write(name: str, split: str, some: Iterable[int]) -> int:
+        path = run.answers_dir / name
+        return write_jsonl(path, (progress.update() or sample.to_json() for sample in work.kept(some, split, counts)))
+
     num_train = write("samples.jsonl", "train", chain(rows["train"], stand_ins))
     num_heldout = write("heldout.jsonl", "heldout", rows["heldout"])
     if num_train + num_heldout == 0:

@@ -18,6 +18,7 @@ from pathlib import Path
 from dflash_train.util.errors import UserError
 from dflash_train.util.io import json_line
 from dflash_train.util.locks import try_lock
+from dflash_train.util.log import Progress
 
 FSYNC_EVERY_S = 1.0  # against power loss; against a kill, the write alone is enough
 
@@ -33,10 +34,11 @@ class Journal:
         self.folder = folder
         self.places: dict[int, tuple[Path, int]] = {}
         self.dropped: dict[int, str] = {}
+        progress = Progress("reading", None, "answers")  # says nothing unless there are many
         for path in sorted(folder.glob("*.jsonl")):
-            self.scan(path)
+            self.scan(path, progress)
 
-    def scan(self, path: Path) -> None:
+    def scan(self, path: Path, progress: Progress | None = None) -> None:
         """Take in the records of one file."""
         offset = 0
         with open(path, "rb") as f:
@@ -49,6 +51,8 @@ class Journal:
                     raise UserError(f"{path}:{number}", got=f"not a record ({error})", want="lines this program wrote",
                                     fix="delete that line: its question is asked again") from None  # fmt: skip
                 offset += len(line)
+                if progress:
+                    progress.update()
 
     def note(self, record: dict, path: Path | None, offset: int) -> None:
         """A record that lies in the file; without one, a row that was found unfit before it was asked."""
