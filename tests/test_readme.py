@@ -38,7 +38,7 @@ def test_the_readme_shows_every_stage():
 def test_a_readme_command_composes_and_loads(stage, argv):
     cli.register_recipes()
     with initialize_config_dir(str(cli.CONF_DIR), version_base="1.3"):
-        assert cli.build_run(stage, compose(stage, cli.rewrite_argv(argv))).stage == stage
+        assert cli.build_run(stage, compose(stage, cli.rewrite_argv(argv, stage))).stage == stage
 
 
 def test_the_readmes_recipe_loads_as_it_stands():
