@@ -33,10 +33,11 @@ from dflash_train.target.base import TargetModel
 from dflash_train.target.canary import check_target
 from dflash_train.util.device import cpu_has_bfloat16, cuda_problem
 from dflash_train.util.errors import UserError
-from dflash_train.util.io import count_lines, human_bytes, read_json, write_json, write_jsonl
+from dflash_train.util.io import count_lines, full_disk_said, human_bytes, read_json, write_json, write_jsonl
 from dflash_train.util.log import Progress, duration, say, table
 from dflash_train.util.provenance import provenance
 
+DISK_FULL = "free some space, then run the same command again: what was answered is kept"
 BYTES_PER_TOKEN = 24  # text and ids in samples.jsonl, and the same again in parts/ until the merge
 
 
@@ -61,7 +62,7 @@ def ensure_answers(run: Run) -> Path:
         return folder
     files, identity, parts, server = opened
     started = time.monotonic()
-    with claim(parts, None):
+    with claim(parts, None), full_disk_said(folder, DISK_FULL):
         work = Work(run.data, MixRows(run.mix_dir), files, Renderer(files.tokenizer), Journal(parts), parts)
         answerer = open_answerer(run, work, server)
         stand_ins = work.waves(answerer.answer)
@@ -76,7 +77,7 @@ def answer_share(run: Run) -> None:
     if opened is None:
         return
     files, _, parts, server = opened
-    with claim(parts, run.data.answers.worker):
+    with claim(parts, run.data.answers.worker), full_disk_said(parts, DISK_FULL):
         work = Work(run.data, MixRows(run.mix_dir), files, Renderer(files.tokenizer), Journal(parts), parts)
         open_answerer(run, work, server).answer(work.asked_rows)
     say(f"share {run.data.answers.worker} is answered; once all are, the same command without data.answers.worker "

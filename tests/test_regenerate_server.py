@@ -1,6 +1,7 @@
 """Regeneration on a real HTTP server that stalls, fails, cuts bodies and restarts, and with a client that is killed:
 the final set is that of a sound run, and nothing that was answered is asked again."""
 
+import errno
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from helpers_server import FakeServer, fake_servers, make_sample, question_key, 
 from helpers_target import one_thread  # noqa: F401
 
 from dflash_train import regenerate
+from dflash_train.data.answers.journal import Writer
 from dflash_train.data.chat import Renderer
 from dflash_train.records import Sample
 from dflash_train.target.tiny import tiny_tokenizer
@@ -189,6 +191,27 @@ def test_an_answer_that_drips_is_given_up_after_the_time_for_one_answer_however_
     manifest = read_json(regenerate.ensure_answers(run) / "manifest.json")
     assert manifest["kept"] == {"train": 12, "heldout": 3} and server.faults["drip"] >= 2
     assert set(server.answered.values()) == {1} and sum(server.asked.values()) == 15 + server.faults["drip"]
+
+
+def test_a_disk_that_fills_up_ends_the_run_with_one_message_and_a_second_goes_on(tmp_path, fake, sound, monkeypatch):
+    server, real, written = fake(), Writer.append, []
+
+    def append(self, record: dict) -> None:
+        if len(written) == 15:
+            self.file.write(b'{"row": 9, "dro')  # what fitted
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append(record["row"])
+        real(self, record)
+
+    monkeypatch.setattr(Writer, "append", append)
+    run = served_run(tmp_path, server.url, probe=False)
+    with pytest.raises(UserError, match=r"the disk is full(.|\n)*what was answered is kept"):
+        regenerate.ensure_answers(run)
+    monkeypatch.setattr(Writer, "append", real)
+    regenerate.ensure_answers(run)
+    assert rows_of(run.answers_dir) == sound()
+    kept = {question_of(rows_of(run.answers_dir)[row]) for row in written}
+    assert len(kept) == 15 and {server.answered[key] for key in kept} == {1}
 
 
 @pytest.mark.parametrize("status, said", [("401", "key_env"), ("404", "ends in /v1")])

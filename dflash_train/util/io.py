@@ -1,5 +1,6 @@
 """Files that are either whole or absent: atomic writes, JSON lines, checksums, byte counts."""
 
+import errno
 import hashlib
 import json
 import os
@@ -44,6 +45,17 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def full_disk_said(folder: str | Path, fix: str) -> Iterator[None]:
+    """A disk that fills up under what is done here is a UserError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(str(folder), got="the disk is full", want="room for what is written", fix=fix) from None
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:
