@@ -161,24 +161,26 @@ def test_a_store_that_always_fails_ends_the_run_naming_the_shard(tmp_path):
     """Trap 32: what could not be uploaded is named, and the run fails."""
     store = FlakyStore(tmp_path / "store", failures=-1)
     with (
-        pytest.raises(UserError, match=r"train-00000(.|\n)*has no marker"),
+        pytest.raises(UserError, match=r"train-00000(.|\n)*has no marker") as failed,
         staging_folder(tmp_path) as folder,
         Uploader(store, folder, threads=1, attempts=3, backoff_s=0.01) as uploader,
     ):
         put(uploader, folder, "train-00000")
+    assert failed.value.exit_code == 1  # the same command may do better: launch/node.sh tries it again
     assert store.puts == 3 and store.list() == []
 
 
 def test_a_refusal_is_not_tried_again_and_stops_the_producer(tmp_path):
     store = FlakyStore(tmp_path / "store", failures=-1, error=UserError("bucket", got="AccessDenied"))
     with (
-        pytest.raises(UserError, match="AccessDenied"),
+        pytest.raises(UserError, match="AccessDenied") as refused,
         staging_folder(tmp_path) as folder,
         Uploader(store, folder, threads=1) as uploader,
     ):
         for i in range(1000):
             put(uploader, folder, f"train-{i:05d}")
             time.sleep(0.005)
+    assert refused.value.exit_code == 2
     assert store.puts < 1000
 
 
