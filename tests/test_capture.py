@@ -288,4 +288,4 @@ def test_a_host_takes_over_what_another_one_leaves_when_it_is_killed(tmp_path, m
     assert contents(run).keys() >= alone.keys()
     samples = [sample_id for marker in list_markers(store) for sample_id in marker.sample_ids]
     assert len(samples) == len(set(samples)) == 10
-    assert "taken over from" in capfd.readouterr().out and not left_over(run)
+    assert "(its process has ended)" in capfd.readouterr().out and not left_over(run)

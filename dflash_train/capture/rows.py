@@ -33,6 +33,8 @@ from dflash_train.util.provenance import canonical_json, code_version, digest, t
 SPLITS = {"train": "samples.jsonl", "heldout": "heldout.jsonl"}
 CHUNK_BYTES = 8 << 20
 """Of an answers file that one job renders: some 600 long samples."""
+JOBS_A_PROCESS = 4
+"""Fewer are done sooner than another process has started."""
 TOKEN_BYTES = 5
 
 
@@ -116,6 +118,9 @@ class RenderJob:
     max_tokens: int
     min_answer_tokens: int
 
+    def __str__(self) -> str:
+        return f"rendering {self.path}, bytes {self.start:,} to {self.stop:,}"
+
 
 def rendered_rows(run: ExtractRun, files: TargetFiles, answers: list[str]) -> RenderedRows:
     """Every answered sample as the target reads it, cut to extract.max_tokens; rendered where it was not yet. answers:
@@ -147,7 +152,8 @@ def render_all(run: ExtractRun, files: TargetFiles, folder: Path) -> None:
     jobs = [job for split, name in SPLITS.items() for job in split_jobs(run, files, split, run.answers_dir / name)]
     _renderers.clear()
     _renderers[renderer_key(jobs[0].folder, run.target)] = Renderer(files.tokenizer)
-    with atomic_folder(folder) as temporary, Workers(run.data.num_processes or num_cores()) as workers:
+    num_processes = min(run.data.num_processes or num_cores(), max(1, len(jobs) // JOBS_A_PROCESS))
+    with atomic_folder(folder) as temporary, Workers(num_processes) as workers:
         try:
             write_rows(temporary, zip(jobs, workers.map(render, jobs, ahead=2), strict=True))
         except OSError as error:

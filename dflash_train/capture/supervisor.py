@@ -9,7 +9,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import connection
 from time import monotonic
 
@@ -20,7 +20,7 @@ from dflash_train.config import ExtractConfig
 from dflash_train.util.ahead import Ahead
 from dflash_train.util.errors import UserError
 from dflash_train.util.log import say
-from dflash_train.util.parallel import fork_server
+from dflash_train.util.parallel import fork_server, num_cores
 
 POLL_S = 0.1
 IN_HAND = 2
@@ -57,6 +57,9 @@ class Supervisor:
     def __init__(self, order: Order, desk: Desk, config: ExtractConfig, gpus: list[str], num_workers: int,
                  target_files: Callable[[], dict[str, bytes] | None]):  # fmt: skip
         self.order, self.desk, self.config, self.target_files = order, desk, config, target_files
+        if not gpus and order.run.hardware.num_threads is None:
+            share = replace(order.run.hardware, num_threads=max(1, num_cores() // num_workers))
+            self.order = replace(order, run=replace(order.run, hardware=share))
         self.slots = [Slot(f"worker {i}", gpus[i] if gpus else "") for i in range(num_workers)]
         # CUDA does not survive a fork, and even importing a kernel library touches it.
         self.context = multiprocessing.get_context("spawn") if gpus else fork_server(serve.__name__)

@@ -131,7 +131,7 @@ class DataConfig:
     decontaminate: list[str] = field(default_factory=lambda: ["humaneval", "gsm8k", "mtbench"])
     near_duplicates: NearDuplicatesConfig = field(default_factory=NearDuplicatesConfig)
     quality: QualityConfig = field(default_factory=QualityConfig)
-    num_processes: int | None = None  # that mix; null = one a core. Changes no byte of the result
+    num_processes: int | None = None  # that mix and render; null = one a core. Changes no byte of the result
     answers: AnswersConfig = field(default_factory=AnswersConfig)
 
     def check(self) -> None:
