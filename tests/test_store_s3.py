@@ -10,15 +10,20 @@ import time
 
 import boto3
 import pytest
-from botocore.exceptions import ClientError
+import torch
+from botocore.exceptions import ClientError, EndpointConnectionError
 from helpers_store import make_run, make_shard, publish
 from helpers_weed import BUCKET, CREDENTIALS, SECRET, Weed, free_ports, weed_program
 
 from dflash_train import extract, regenerate
 from dflash_train.config import StoreConfig
-from dflash_train.store import local, s3
+from dflash_train.records import TargetHead
+from dflash_train.store import catalog, local, s3
 from dflash_train.store.base import StoreUnavailable
-from dflash_train.store.shard import fetch_shard, list_markers, read_shard, read_target_head
+from dflash_train.store.clean import clean_store
+from dflash_train.store.shard import fetch_shard, list_markers, put_manifest, read_shard, read_target_head
+from dflash_train.store.target_files import write_target_files
+from dflash_train.store.verify import verify_store
 from dflash_train.target import tiny
 from dflash_train.util.errors import UserError
 
@@ -121,6 +126,36 @@ def test_a_file_in_three_parts_comes_back_whole(store, tmp_path):
     assert store.drop_unfinished(0) == 0
 
 
+def test_old_objects_are_told_from_young_ones_and_many_are_deleted_at_once(store):
+    keys = [f"claims/{i}.json" for i in range(5)]
+    [store.put_bytes(key, b"{}") for key in [*keys, "hosts/a.json"]]
+    assert list(store.older("claims/", -60)) == keys and list(store.older("claims/", 3600)) == []
+    store.delete_many([*keys[1:], "claims/absent.json"])
+    assert store.list() == [("claims/0.json", 2), ("hosts/a.json", 2)]
+    store.delete_many([])
+    assert store.abort_unfinished() == 0
+
+
+def test_catalogues_verify_reopening_and_clean_work_on_it(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(catalog, "SMALLEST", 2)
+    markers = [publish(store, tmp_path, f"train-{i:05d}", make_shard(seed=i, prefix=f"t{i}-")) for i in range(3)]
+    put_manifest(store, {"layer_ids": [1, 2], "hidden_size": 4, "dtype": "bfloat16", "last_hidden": False,
+                         "shards": {"train": 3, "heldout": 0}}, ())  # fmt: skip
+    embedding = torch.ones(8, 4)
+    write_target_files(store, TargetHead(embedding, embedding, torch.ones(4), 0.0, 1e-6), {"config.json": b"{}"})
+    assert catalog.tally(store, update_catalog=True).num_shards == 3
+    assert list_markers(store) == markers and store.size("catalog/train-00000.jsonl")
+    content = bytearray(store.get_bytes(markers[1].key))
+    content[-1] ^= 1
+    store.put_bytes(markers[1].key, bytes(content))
+    store.put_bytes("notes.txt", b"mine")
+    report = verify_store(store, tmp_path, reopen=True)
+    assert report.reopened == ["train-00001"] and len(report.problems) == 1
+    publish(store, tmp_path, "train-00001", make_shard(seed=1, prefix="t1-"))
+    assert verify_store(store, tmp_path).problems == [] and list_markers(store) == markers
+    assert clean_store(store, yes=True) == 0 and store.list() == [("notes.txt", 4)]
+
+
 def test_shards_and_markers_work_on_it(store, tmp_path):
     shard = make_shard()
     marker = publish(store, tmp_path, "train-00000", shard)
@@ -200,6 +235,46 @@ def test_a_multipart_upload_of_a_killed_process_is_no_object_and_is_dropped(moto
     store._client.upload_part(**where, UploadId=upload, PartNumber=1, Body=b"x" * PART)
     assert store.list() == [] and store.size("shards/big") is None
     assert store.drop_unfinished(0) == 1 and store.drop_unfinished(0) == 0
+
+
+def test_an_abort_that_failed_is_made_again_at_the_end_of_the_run(moto, tmp_path, monkeypatch):
+    """Trap 33: the network goes in the middle of a multipart upload; no part stays to be paid for."""
+    store = s3_store(moto, "later")
+    (tmp_path / "big").write_bytes(os.urandom(3 * PART))
+
+    def gone(**arguments):
+        raise EndpointConnectionError(endpoint_url=moto)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._client, "upload_part", gone)
+        patch.setattr(store._client, "abort_multipart_upload", gone)
+        with pytest.raises(StoreUnavailable, match="EndpointConnectionError"):
+            store.put_file("shards/big", tmp_path / "big")
+        with pytest.raises(StoreUnavailable):
+            store.abort_unfinished()
+    others = s3_store(moto, "later")
+    theirs = others._client.create_multipart_upload(Bucket=BUCKET, Key=others._key("shards/theirs"))["UploadId"]
+    assert store.abort_unfinished() == 1 and store.abort_unfinished() == 0
+    left = store._client.list_multipart_uploads(Bucket=BUCKET, Prefix=store._key(""))["Uploads"]
+    assert [upload["UploadId"] for upload in left] == [theirs]  # somebody else's, who may be alive
+    assert store.drop_unfinished(0) == 1
+
+
+def test_an_upload_that_the_store_has_forgotten_is_tried_again(moto, tmp_path, monkeypatch):
+    """Aborted by somebody's sweep, or completed with its answer lost: the retry finds no such upload."""
+    store = s3_store(moto, "forgotten")
+    (tmp_path / "big").write_bytes(os.urandom(2 * PART))
+
+    def forgotten(**arguments):
+        answer = {"Error": {"Code": "NoSuchUpload"}, "ResponseMetadata": {"HTTPStatusCode": 404}}
+        raise ClientError(answer, "CompleteMultipartUpload")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._client, "complete_multipart_upload", forgotten)
+        with pytest.raises(StoreUnavailable, match="NoSuchUpload"):
+            store.put_file("shards/big", tmp_path / "big")
+    store.put_file("shards/big", tmp_path / "big")
+    assert store.size("shards/big") == 2 * PART
 
 
 @pytest.mark.parametrize("mode", MODES)
