@@ -16,3 +16,18 @@ import torch
 def _seeded():
     torch.manual_seed(0)
     torch.set_num_threads(1)  # tiny tensors: a second thread only spins, and on a busy machine for tens of ms a call
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """A hub of data sets on loopback (helpers_hub.py) that the client libraries are pointed at; `pauses` are those
+    between tries, which take no time."""
+    from helpers_hub import Hub
+    from helpers_hub_client import at_hub
+
+    from dflash_train.data.hub import errors
+
+    with Hub() as hub, at_hub(hub.url, tmp_path, monkeypatch):
+        hub.pauses = []
+        monkeypatch.setattr(errors, "pause", hub.pauses.append)
+        yield hub

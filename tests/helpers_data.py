@@ -5,10 +5,12 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from dflash_train import cli
 from dflash_train.bench.contamination import evaluation_facts
-from dflash_train.config import DataConfig, SourceConfig
+from dflash_train.config import DataConfig, Run, SourceConfig
 from dflash_train.data.clean import Drop, clean_messages
 from dflash_train.data.forms import RawRow
 from dflash_train.data.mixture import Mix, build_mix
@@ -25,6 +27,14 @@ def recipe(sources: dict[str, dict], **values) -> DataConfig:
     data = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), OmegaConf.create(plain)))
     data.check()
     return data
+
+
+def make_run(tmp_path: Path, *overrides: str, stage: str = "mix") -> Run:
+    """A typed run the way the command line builds it, `+data=` spellings included."""
+    cli.register_recipes()
+    with initialize_config_dir(str(cli.CONF_DIR), version_base="1.3"):
+        cfg = compose(stage, cli.rewrite_argv([*overrides, f"work_dir={tmp_path / 'runs'}"]))
+    return cli.build_run(stage, cfg)
 
 
 def write_rows(path: Path, rows: list) -> Path:

@@ -7,9 +7,7 @@ from pathlib import Path
 
 from helpers_data import recipe
 from helpers_hub import jsonl, parquet
-from hydra import compose, initialize_config_dir
 
-from dflash_train import cli
 from dflash_train.config import SourceConfig
 from dflash_train.data import reachable
 from dflash_train.data.recipe import read_source
@@ -125,11 +123,3 @@ def columns(config: SourceConfig) -> dict[str, str]:
     data = recipe({"mine": {"kind": "hub", "path": config.path}})
     data.sources["mine"] = config
     return dict(zip(reachable.COLUMNS, reachable.source_rows(data)[0]))
-
-
-def mix_run(tmp_path: Path, *overrides: str):
-    """A typed mix run the way the command line builds it."""
-    cli.register_recipes()
-    with initialize_config_dir(str(cli.CONF_DIR), version_base="1.3"):
-        cfg = compose("mix", cli.rewrite_argv([*overrides, f"work_dir={tmp_path / 'runs'}"]))
-    return cli.build_run("mix", cfg)

@@ -6,9 +6,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from helpers_data import write_rows
+from helpers_data import make_run, write_rows
 from markdown_it import MarkdownIt
-from test_mix import make_run
 
 from dflash_train import mix
 from dflash_train.data.card import parts, write_card

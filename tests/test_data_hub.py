@@ -12,30 +12,19 @@ import pyarrow.parquet
 import pytest
 import yaml
 from helpers_data import FIXTURES, outcome, recipe
-from helpers_hub import TOKEN, Fault, Hub, jsonl, parquet
-from helpers_hub_client import CARD, NAME, ROOT, at_hub, columns, conversations, files, rows_of, source, with_counts
+from helpers_hub import TOKEN, Fault, jsonl, parquet
+from helpers_hub_client import CARD, NAME, ROOT, columns, conversations, files, rows_of, source, with_counts
 
 from dflash_train.bench import contamination
 from dflash_train.config import SourceConfig
 from dflash_train.data import reachable
 from dflash_train.data.forms import FORMS
 from dflash_train.data.hub import Hub as Client
-from dflash_train.data.hub import errors as hub_errors
 from dflash_train.data.hub import hub as client
 from dflash_train.data.hub import pin
 from dflash_train.data.hub import survey as hub_survey
 from dflash_train.data.recipe import read_source
 from dflash_train.util.errors import UserError
-
-
-@pytest.fixture
-def server(tmp_path, monkeypatch):
-    pauses: list[float] = []
-    monkeypatch.setattr(hub_errors, "pause", pauses.append)
-    with Hub() as hub, at_hub(hub.url, tmp_path, monkeypatch):
-        hub.pauses = pauses
-        yield hub
-
 
 # ---------------------------------------------------------------- before a download
 
@@ -238,6 +227,21 @@ def test_json_arrays_gzip_and_broken_lines_are_read_like_files(server):
     raws = rows_of(source(subset=None, split="train"))
     assert [raw.drop for raw in raws if raw.drop] == ["bad_json"] and len(raws) == 10
     assert raws[0].id == "array0" and raws[-1].id == "more1"
+
+
+def test_a_damaged_first_file_is_said_and_costs_the_mix_that_file_alone(server, capsys):
+    server.add(NAME, {"train/a.jsonl.gz": b"this is no gzip", "train/b.jsonl": jsonl(conversations(3))})
+    config = source(subset=None, split="train")
+    assert columns(config)["rows there"] == "?"
+    assert "train/a.jsonl.gz is damaged (error: Error" in capsys.readouterr().out
+    assert [raw.drop for raw in rows_of(config)] == ["truncated_gzip", None, None, None]
+    server.add(NAME, {"train/a.parquet": b"PAR1 no parquet PAR1", "train/b.parquet": parquet(conversations(3))})
+    client.cache_clear()
+    for _ in ("remote", "here"):
+        assert columns(config)["rows there"] == "?"
+        assert "train/a.parquet is damaged (ArrowInvalid" in capsys.readouterr().out
+        assert [raw.drop for raw in rows_of(config)] == ["bad_parquet", None, None, None]
+        client.cache_clear()
 
 
 @pytest.mark.parametrize("form", [name for name, form in FORMS.items() if form.unread])

@@ -11,22 +11,18 @@ from pathlib import Path
 
 import pytest
 from helpers_data import recipe
-from helpers_hub import Fault, Hub, jsonl, parquet
-from helpers_hub_client import NAME, ROOT, added, at_hub, environment, rows
+from helpers_hub import Fault, jsonl, parquet
+from helpers_hub_client import NAME, ROOT, added, environment, rows
 
-from dflash_train.data.hub import errors as hub_errors
 from dflash_train.data.hub import files as hub_files
 from dflash_train.data.hub import hub as client
 from dflash_train.data.hub import pin
 from dflash_train.util.errors import UserError
 
 
-@pytest.fixture
-def server(tmp_path, monkeypatch):
-    monkeypatch.setattr(hub_errors, "pause", lambda seconds: None)
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
     monkeypatch.setattr(hub_files, "CHUNK_BYTES", 10_000)
-    with Hub() as hub, at_hub(hub.url, tmp_path, monkeypatch):
-        yield hub
 
 
 def config(**values):

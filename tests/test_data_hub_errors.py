@@ -4,24 +4,14 @@ asked again, for a bounded time."""
 import json
 
 import pytest
-from helpers_hub import TOKEN, Fault, Hub, jsonl, parquet
-from helpers_hub_client import CARD, NAME, at_hub, columns, conversations, files, rows_of, source, with_counts
+from helpers_hub import TOKEN, Fault, jsonl, parquet
+from helpers_hub_client import CARD, NAME, columns, conversations, files, rows_of, source, with_counts
 
 from dflash_train.config import SourceConfig
 from dflash_train.data import reachable
 from dflash_train.data.hub import errors as hub_errors
 from dflash_train.data.hub import hub as client
 from dflash_train.util.errors import UserError
-
-
-@pytest.fixture
-def server(tmp_path, monkeypatch):
-    pauses: list[float] = []
-    monkeypatch.setattr(hub_errors, "pause", pauses.append)
-    with Hub() as hub, at_hub(hub.url, tmp_path, monkeypatch):
-        hub.pauses = pauses
-        yield hub
-
 
 # ---------------------------------------------------------------- errors, one message a kind
 

@@ -6,24 +6,21 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers_hub import Hub, jsonl, parquet
-from helpers_hub_client import NAME, ROOT, added, at_hub, mix_run, rows
+from helpers_data import make_run
+from helpers_hub import jsonl, parquet
+from helpers_hub_client import NAME, ROOT, added, rows
 
 from dflash_train import cli, mix
 from dflash_train.data import reachable
-from dflash_train.data.hub import errors as hub_errors
 from dflash_train.data.hub import files as hub_files
 from dflash_train.data.hub import hub as client
 from dflash_train.util.errors import UserError
 from dflash_train.util.io import read_json, read_jsonl
 
 
-@pytest.fixture
-def server(tmp_path, monkeypatch):
-    monkeypatch.setattr(hub_errors, "pause", lambda seconds: None)
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
     monkeypatch.setattr(hub_files, "CHUNK_BYTES", 10_000)
-    with Hub() as hub, at_hub(hub.url, tmp_path, monkeypatch):
-        yield hub
 
 
 # ---------------------------------------------------------------- the stage's table and exit code
@@ -54,7 +51,7 @@ def test_a_dry_run_shows_the_sources_and_exits_0_or_2(server, tmp_path, capsys):
 
 
 def mine(tmp_path: Path, *overrides: str):
-    return mix_run(tmp_path, "data=mine", "data.sources.mine.kind=hub", f"data.sources.mine.path={NAME}",
+    return make_run(tmp_path, "data=mine", "data.sources.mine.kind=hub", f"data.sources.mine.path={NAME}",
                     "data.decontaminate=[]", *overrides)  # fmt: skip
 
 
@@ -129,7 +126,9 @@ def test_the_example_in_mine_yaml_runs_as_written(server, tmp_path, monkeypatch)
     (recipes / "ours.yaml").write_text(example(), "utf-8")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(cli, "RECIPES_DIR", recipes)
-    run = mix_run(tmp_path, "data=ours", "data.decontaminate=[]", "data.num_processes=1")  # workers know no monkeypatch
+    run = make_run(
+        tmp_path, "data=ours", "data.decontaminate=[]", "data.num_processes=1"
+    )  # workers know no monkeypatch
     manifest = read_json(mix.ensure_mix(run) / "manifest.json")
     assert manifest["recipe"] == "ours"
     taken = {name: entry["taken"] for name, entry in manifest["sources"].items()}
@@ -156,7 +155,7 @@ def test_a_wrong_path_of_ones_own_data_is_one_clear_message(server, tmp_path, mo
     (tmp_path / "table.csv").write_text("prompt\nWhy?\n")
     (tmp_path / "full.jsonl").write_bytes(jsonl(rows(9)))
     monkeypatch.chdir(tmp_path)
-    run = mix_run(tmp_path, "data=mine", f"data.sources.mine.path={path}", f"data.sources.mine.kind={kind}",
+    run = make_run(tmp_path, "data=mine", f"data.sources.mine.path={path}", f"data.sources.mine.kind={kind}",
                    "data.decontaminate=[]")  # fmt: skip
     need = reachable.source_need("mine", run.data.sources["mine"])
     assert not need.ok and said in f"{need.detail} | {need.fix}"
@@ -167,7 +166,7 @@ def test_a_wrong_path_of_ones_own_data_is_one_clear_message(server, tmp_path, mo
 
 def test_a_file_in_which_no_row_can_be_read_says_so(tmp_path):
     (tmp_path / "prompts.jsonl").write_text("prompt,answer\nWhy?,Because.\n")
-    run = mix_run(tmp_path, "data=mine", f"data.sources.mine.path={tmp_path / 'prompts.jsonl'}",
+    run = make_run(tmp_path, "data=mine", f"data.sources.mine.path={tmp_path / 'prompts.jsonl'}",
                    "data.decontaminate=[]")  # fmt: skip
     with pytest.raises(UserError, match="none of which could be read") as error:
         mix.ensure_mix(run)
@@ -176,7 +175,7 @@ def test_a_file_in_which_no_row_can_be_read_says_so(tmp_path):
 
 def test_rows_of_json_that_are_no_objects_are_still_counted(tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Why is that?"}\n[1]\nnot json\n')
-    run = mix_run(tmp_path, "data=mine", f"data.sources.mine.path={tmp_path / 'prompts.jsonl'}",
+    run = make_run(tmp_path, "data=mine", f"data.sources.mine.path={tmp_path / 'prompts.jsonl'}",
                    "data.decontaminate=[]", "data.heldout_fraction=0")  # fmt: skip
     manifest = read_json(mix.ensure_mix(run) / "manifest.json")
     assert manifest["dropped"] == {"bad_json": 1, "row_not_an_object": 1}

@@ -128,6 +128,21 @@ def test_chunks_are_bounded_in_bytes_and_change_no_row(tmp_path, monkeypatch, tu
     assert {len(size) == 1 for size in sizes} == {True, False}
 
 
+@pytest.mark.parametrize("first_is_bad", [True, False])
+def test_a_chunk_without_one_usable_row_is_none_among_the_near_duplicates(tmp_path, monkeypatch, first_is_bad):
+    monkeypatch.setattr(pool, "CHUNK_ROWS", 1)
+    near = text(random.Random(1))
+    rows = [{"id": f"r{i}", "prompt": "" if (i % 3 == 0) == first_is_bad else f"{near} {i}"} for i in range(9)]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    data = recipe({"a": {"path": str(path), "bucket": "code"}}, near_duplicates={"buckets": ["code"]})
+    (train, _, _), reports = everything(data, tmp_path / "w")
+    assert len(train) == 1 and reports["a"].dropped["empty_user"] in (3, 6)
+    assert reports["a"].filtered == {"near_duplicate": 8 - reports["a"].dropped["empty_user"]}
+    none = write_rows(tmp_path / "b.jsonl", [{"prompt": ""}] * 4)
+    data.sources["a"].path, data.allow_short = str(none), True
+    assert everything(data, tmp_path / "v")[0][0] == []
+
+
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 50)), st.integers(1, 9), st.integers(1, 120))
 def test_chunks_hold_every_place_once_and_in_order(sizes, most_rows, most_bytes):

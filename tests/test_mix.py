@@ -10,10 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers_data import prompts, write_rows
+from helpers_data import make_run, prompts, write_rows
 from helpers_hub import Hub, jsonl
 from helpers_hub_client import at_hub
-from hydra import compose, initialize_config_dir
 
 from dflash_train import cli, mix
 from dflash_train.data.recipe import read_source
@@ -22,14 +21,6 @@ from dflash_train.util.errors import UserError
 from dflash_train.util.io import read_json, read_jsonl, sha256_file
 
 ROOT = Path(__file__).parents[1]
-
-
-def make_run(tmp_path: Path, *overrides: str, stage: str = "mix"):
-    """A typed run the way the command line builds it, `+data=` spellings included."""
-    cli.register_recipes()
-    with initialize_config_dir(str(cli.CONF_DIR), version_base="1.3"):
-        cfg = compose(stage, cli.rewrite_argv([*overrides, f"work_dir={tmp_path / 'runs'}"]))
-    return cli.build_run(stage, cfg)
 
 
 def mine(tmp_path: Path, *overrides: str, count: int = 60):

@@ -12,11 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pyarrow import ArrowException
+
 from dflash_train.config import SourceConfig
 from dflash_train.data.forms import ColumnWatch
 from dflash_train.data.hub import HubFile, Listing, hub, is_sha, kept_listing, subsets
+from dflash_train.data.hub.errors import first_line
 from dflash_train.data.hub.files import bytes_left, open_remote, present, read_range
 from dflash_train.util.errors import UserError
+from dflash_train.util.log import say
 
 FOOTERS_AT_MOST = 128  # files whose footers are read to count rows; more would take minutes
 HEAD_BYTES = 1 << 18  # of a JSON file, for its first row
@@ -92,11 +96,15 @@ def count_rows(name: str, config: SourceConfig, listing: Listing) -> tuple[int |
     all_parquet = all(file.suffix == ".parquet" for file in listing.files)
     local = [present(listing, file) for file in listing.files]
     if all_parquet and all(local):
-        return sum(footer_rows(path) for path in local), "footers"
+        counts = [footer_rows(path) for path in local]
+        return (None, "unknown until read") if None in counts else (sum(counts), "footers")
     if (rows := _viewer_rows(listing)) is not None:
         return rows, "viewer"
     if all_parquet and len(listing.files) <= FOOTERS_AT_MOST:
-        footers = [_remote_footer(name, config, listing, file) for file in listing.files]
+        try:
+            footers = [_remote_footer(name, config, listing, file) for file in listing.files]
+        except ArrowException:
+            return None, "unknown until read"
         return sum(footer.num_rows for footer in footers), "footers"
     return None, "unknown until read"
 
@@ -119,24 +127,30 @@ def _card_rows(name: str, config: SourceConfig) -> int | None:
 
 def footer_rows(path: Path) -> int | None:
     """Rows of a local Parquet file, None when it is not one."""
-    import pyarrow
     import pyarrow.parquet
 
     try:
         return pyarrow.parquet.read_metadata(path).num_rows
-    except pyarrow.ArrowException:
+    except ArrowException:
         return None
 
 
 def _remote_footer(name: str, config: SourceConfig, listing: Listing, file: HubFile):
-    """pyarrow's FileMetaData of a remote Parquet file: its last 64 KB, and more where the footer is larger."""
+    """pyarrow's FileMetaData of a remote Parquet file: its last 64 KB, and more where the footer is larger. Raises
+    ArrowException for a file that is none."""
     import pyarrow.parquet
 
     def call():
         with open_remote(listing, file) as f:
-            return pyarrow.parquet.read_metadata(f)
+            try:
+                return pyarrow.parquet.read_metadata(f)
+            except ArrowException as error:
+                return error  # the file's fault, not the hub's: asking again would not help
 
-    return hub().once(("footer", listing.dataset, file.digest), lambda: hub().ask(name, config, call))
+    found = hub().once(("footer", listing.dataset, file.digest), lambda: hub().ask(name, config, call))
+    if isinstance(found, ArrowException):
+        raise found
+    return found
 
 
 def viewer_url() -> str | None:
@@ -173,25 +187,34 @@ def _viewer_rows(listing: Listing) -> int | None:
 
 def check_columns(name: str, config: SourceConfig, listing: Listing) -> None:
     """Raises UserError when the first file's columns are not those that the source's form reads: a Parquet file's
-    schema, a JSON file's first rows."""
-    watch = ColumnWatch(name, config.form, config.options.get("prompt_field"))
-    file = listing.files[0]
+    schema, a JSON file's first rows. Says so where that file is too damaged to tell; reading counts what it costs."""
+    watch, file = ColumnWatch(name, config.form, config.options.get("prompt_field")), listing.files[0]
     local = present(listing, file)
-    if file.suffix == ".parquet":
-        names = (
-            _local_names(local) if local else _remote_footer(name, config, listing, file).schema.to_arrow_schema().names
-        )
-        watch.see(dict.fromkeys(names))
-        watch.finish()
+    try:
+        for row in _head_rows(name, config, listing, file, local):
+            watch.see(row)
+    except (zlib.error, ArrowException) as error:
+        say(f"hub: {config.path}: {file.path} is damaged ({first_line(error)}); its columns are not looked at")
         return
-    if local:
+    watch.finish()
+
+
+def _head_rows(
+    name: str, config: SourceConfig, listing: Listing, file: HubFile, local: Path | None
+) -> Iterator[object]:
+    """A Parquet file's columns as one row of nulls, or the first rows of a JSON file."""
+    if file.suffix == ".parquet":
+        if local is None:
+            yield dict.fromkeys(_remote_footer(name, config, listing, file).schema.to_arrow_schema().names)
+        else:
+            yield dict.fromkeys(_local_names(local))
+        return
+    if local is None:
+        head = read_range(name, config, listing, file, 0, min(HEAD_BYTES, file.num_bytes))
+    else:
         with open(local, "rb") as f:
             head = f.read(HEAD_BYTES)
-    else:
-        head = read_range(name, config, listing, file, 0, min(HEAD_BYTES, file.num_bytes))
-    for row in _first_rows(head, file.suffix.endswith(".gz")):
-        watch.see(row)
-    watch.finish()
+    yield from _first_rows(head, file.suffix.endswith(".gz"))
 
 
 def _local_names(path: Path) -> list[str]:
