@@ -126,9 +126,7 @@ def test_the_example_in_mine_yaml_runs_as_written(server, tmp_path, monkeypatch)
     (recipes / "ours.yaml").write_text(example(), "utf-8")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(cli, "RECIPES_DIR", recipes)
-    run = make_run(
-        tmp_path, "data=ours", "data.decontaminate=[]", "data.num_processes=1"
-    )  # workers know no monkeypatch
+    run = make_run(tmp_path, "data=ours", "data.decontaminate=[]", "data.num_processes=1")  # workers know no patch
     manifest = read_json(mix.ensure_mix(run) / "manifest.json")
     assert manifest["recipe"] == "ours"
     taken = {name: entry["taken"] for name, entry in manifest["sources"].items()}

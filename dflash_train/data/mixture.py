@@ -211,22 +211,23 @@ class Mixer:
 
     def _selection(self, sides: list[Side]) -> Selection:
         """An empty selection that can compare the near duplicates among these sides."""
-        near = {}
-        for bucket in self.data.near_duplicates.buckets:
-            members = [c for side in sides if side.signatures for c in side.candidates if self._bucket(c) == bucket]
-            for number, candidate in enumerate(members):
-                candidate.near = number
-            filled = [side for side in sides if side.candidates and self._bucket(side.candidates[0]) == bucket]
-            parts = [part for side in filled for part in side.signatures]
-            if members:
-                text_of = lambda number, members=members: asked_text(self._row(members[number])["messages"])
-                owners = [candidate.conversation for candidate in members]
-                threshold = self.data.near_duplicates.threshold
-                near[bucket] = NearIndex(np.concatenate(parts), owners, text_of, threshold)
-        return Selection(self.data, near)
+        indexes = {bucket: self._near_index(bucket, sides) for bucket in self.data.near_duplicates.buckets}
+        return Selection(self.data, {bucket: index for bucket, index in indexes.items() if index is not None})
 
-    def _bucket(self, candidate: Candidate) -> str:
-        return self.data.sources[candidate.source].bucket
+    def _near_index(self, bucket: str, sides: list[Side]) -> NearIndex | None:
+        """An empty index over all candidates of the bucket, which are told their numbers in it (`near`); None where
+        there are none."""
+        sides = [side for side in sides if side.candidates]
+        sides = [side for side in sides if self.data.sources[side.candidates[0].source].bucket == bucket]
+        candidates = [candidate for side in sides for candidate in side.candidates]
+        if not candidates:
+            return None
+        for number, candidate in enumerate(candidates):
+            candidate.near = number
+        signatures = np.concatenate([part for side in sides for part in side.signatures])
+        text_of = lambda number: asked_text(self._row(candidates[number])["messages"])
+        owners = [candidate.conversation for candidate in candidates]
+        return NearIndex(signatures, owners, text_of, self.data.near_duplicates.threshold)
 
     def _row(self, candidate: Candidate) -> dict:
         return self.pools[candidate.source].row(candidate)

@@ -1,11 +1,10 @@
 """Real prompts that ship inside PyPI wheels and the Python standard library, for a mix with no hub and no account.
 
-    evals        OpenAI Evals' registry: task prompts with system and few-shot turns                           MIT
-    stdlib_code  this Python's own functions: signature and docstring, "write the body"                        PSF-2.0
-    pydoc        the language reference's topics, "explain ..."                                                PSF-2.0
-    bfcl         Berkeley function-calling questions with their tool schemas
-    Apache-2.0 chatterbot   small talk, several turns
-    BSD
+    evals        OpenAI Evals' registry: task prompts with system and few-shot turns      MIT
+    stdlib_code  this Python's own functions: signature and docstring, "write the body"   PSF-2.0
+    pydoc        the language reference's topics, "explain ..."                           PSF-2.0
+    bfcl         Berkeley function-calling questions with their tool schemas              Apache-2.0
+    chatterbot   small talk, several turns                                                BSD
 
 Wheels are pinned by version. The standard library is whatever runs: Python 3.11 and 3.12 differ in some functions and
 topics, so the rows of stdlib_code and pydoc differ between them too (the manifest records the version).

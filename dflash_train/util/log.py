@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dflash_train.util.dist import is_main
+from dflash_train.util.io import human_bytes
 
 # A pipe or a log file has no width of its own; 80 columns would break every path.
 console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
@@ -45,7 +46,8 @@ def duration(seconds: float) -> str:
 class Progress:
     """Progress lines at most every `every_s` seconds: 'regenerate 128/512 rows  3.2 rows/s  1,020 tokens/s  ETA 2m00s'.
 
-    Lines, not a bar: they read the same in a terminal, a log file and CI. total None: nobody knows.
+    Lines, not a bar: they read the same in a terminal, a log file and CI. total None: nobody knows. Counts of unit
+    "bytes" are shown as KB, MB, GB.
     """
 
     def __init__(self, name: str, total: int | None, unit: str, every_s: float = 10.0):
@@ -66,12 +68,18 @@ class Progress:
     def _line(self, now: float) -> None:
         elapsed = max(now - self.start, 1e-9)
         rate = self.done / elapsed
-        of_all = "" if self.total is None else f"/{self.total:,}"
-        parts = [f"{self.name} {self.done:,}{of_all} {self.unit}", f"{rate:,.1f} {self.unit}/s"]
+        speed = human_bytes(rate) if self.unit == "bytes" else f"{rate:,.1f} {self.unit}"
+        parts = [f"{self.name} {self._counts()}", f"{speed}/s"]
         parts += [f"{value / elapsed:,.0f} {key}/s" for key, value in self.extra.items()]
         if self.total is not None and rate > 0 and self.done < self.total:
             parts.append(f"ETA {duration((self.total - self.done) / rate)}")
         say("  ".join(parts))
+
+    def _counts(self) -> str:
+        """'128/512 rows', '1.5 MB of 3.0 GB'; without the total where nobody knows it."""
+        if self.unit == "bytes":
+            return human_bytes(self.done) + ("" if self.total is None else f" of {human_bytes(self.total)}")
+        return f"{self.done:,}" + ("" if self.total is None else f"/{self.total:,}") + f" {self.unit}"
 
     def close(self) -> None:
         """Print the last line, with the time it took."""
