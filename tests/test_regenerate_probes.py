@@ -57,7 +57,13 @@ def test_greedy_answers_are_compared_with_our_own_loop_where_the_target_is_loade
     """The server is backed by the same tiny model, then by one of other weights."""
     for seed in (0, 1):
         server = fake(tiny_answers(seed))
-        run = served_run(tmp_path / str(seed), server.url, num_train=2, max_new_tokens=20, client={"compare": True})
+        run = served_run(
+            tmp_path / str(seed),
+            server.url,
+            num_train=2,
+            max_new_tokens=20,
+            client={"compare": True, "timeout_s": 20.0},
+        )
         if seed == 0:
             regenerate.ensure_answers(run)
         else:
