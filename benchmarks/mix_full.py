@@ -4,8 +4,8 @@ must come out (mix_full_oracle.py).
     python benchmarks/mix_full.py --scale 0.01                       # one hundredth
     python benchmarks/mix_full.py --again 2 1 --output mix_full.json # all 11.4 million rows, three times
 
-Prints wall time and peak memory (all processes, proportional set size) by run, counts by source, recall and precision
-of near duplicates, and fails where anything is not as expected.
+Prints wall time and peak memory (all processes, proportional set size) by run, counts by source as Markdown, whether
+all runs wrote the same bytes, recall and precision of near duplicates, and fails where anything is not as expected.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from dflash_train.config import DataConfig
 from dflash_train.data import SOURCES
 from dflash_train.data.mixture import Mix, build_mix
 from dflash_train.util.io import human_bytes, sha256_file, write_jsonl
-from dflash_train.util.log import Progress, duration, say, table
+from dflash_train.util.log import Progress, duration, say
 from dflash_train.util.provenance import code_version, stable_hash
 
 SOURCES["synthetic"] = "mix_full_rows"  # at import, so that worker processes, which import this file, have it too
@@ -146,16 +146,40 @@ def dropped(data: DataConfig, name: str, want: oracle.Expected, not_needed: int)
     return +out
 
 
-def print_counts(data: DataConfig, mix: Mix) -> None:
-    columns = ["source", "read", "not needed", "skipped", "dropped", "filtered", "taken", "reserve", "held out"]
-    rows = []
+FILTERS = ("duplicate", "near_duplicate", "same_question", "over_cap", "contaminated")
+
+
+def markdown_counts(mix: Mix) -> str:
+    """What became of every source's rows, and below it why those were unusable that no filter names: Markdown."""
+    columns = ["source", "read", "not chosen", "not needed", *FILTERS, "unusable", "not asked for", "taken", "reserve",
+               "held out"]  # fmt: skip
+    counts, unusable = {}, {}
     for name, report in mix.reports.items():
-        counts = [report.read, report.not_needed, report.skipped.total(), report.dropped.total()]
-        counts += [report.filtered.total(), report.taken, report.reserve, report.heldout]
-        rows.append([name, *[f"{count:,}" for count in counts]])
-    table("sources", columns, rows)
-    total = sum((report.dropped + report.filtered for report in mix.reports.values()), Counter())
-    say("dropped: " + ", ".join(f"{reason} {count:,}" for reason, count in sorted(total.items())))
+        unusable[name] = Counter({k: n for k, n in (report.dropped + report.filtered).items() if k not in FILTERS})
+        named = [report.filtered[reason] for reason in FILTERS]
+        used = [report.taken, report.reserve, report.heldout]
+        counts[name] = [report.read, report.skipped.total(), report.not_needed, *named, unusable[name].total(),
+                        report.kept - sum(used), *used]  # fmt: skip
+    counts["all"] = [sum(column) for column in zip(*counts.values(), strict=True)]
+    reasons = sorted(set().union(*unusable.values()))
+    why = {name: [found[reason] for reason in reasons] for name, found in unusable.items()}
+    return f"{_markdown(columns, counts)}\n\n{_markdown(['unusable', *reasons], why)}"
+
+
+def _markdown(columns: list[str], rows: dict[str, list[int]]) -> str:
+    lines = [columns, ["---", *["---:"] * (len(columns) - 1)]]
+    lines += [[name, *[f"{count:,}" for count in counts]] for name, counts in rows.items()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def same_bytes(results: list[dict]) -> bool:
+    """Whether all runs wrote the same files, which is said with their hashes."""
+    first, *others = results
+    for facts in others:
+        same = "the same bytes" if facts["sha256"] == first["sha256"] else "OTHER BYTES"
+        say(f"{facts['processes']} process(es) wrote {same} as {first['processes']}")
+    say("sha256: " + ", ".join(f"{split} {text[:16]}" for split, text in first["sha256"].items()))
+    return all(facts["sha256"] == first["sha256"] for facts in others)
 
 
 def main() -> int:
@@ -176,8 +200,8 @@ def main() -> int:
                 f"peak {human_bytes(facts['peak_bytes'])}, spools {human_bytes(facts['spool_bytes'])}")  # fmt: skip
             results.append(facts)
             shutil.rmtree(Path(folder, str(number)))
-    print_counts(data, mix)
-    if len({json.dumps(facts["sha256"]) for facts in results}) > 1:
+    print(f"\n{markdown_counts(mix)}\n")
+    if not same_bytes(results):
         wrong.append("the runs' files differ")
     differ, near = compare(data, mix, oracle.expect(data))
     wrong += differ

@@ -36,6 +36,23 @@ def test_the_rows_are_those_that_the_planted_faults_leave(built):
     assert reasons >= {"duplicate", "over_cap", "near_duplicate", "repeated_lines", "row_not_an_object", "empty_user"}
 
 
+def test_the_printed_table_accounts_for_every_row_of_every_source(built):
+    data, mix, _, _ = built
+    by_source, reasons = mix_full.markdown_counts(mix).split("\n\n")
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in by_source.splitlines()]
+    assert [line[0] for line in lines[2:]] == [*data.sources, "all"] and len({len(line) for line in lines}) == 1
+    for _, read, *fates in lines[2:]:
+        assert int(read.replace(",", "")) == sum(int(cell.replace(",", "")) for cell in fates)
+    assert lines[-1][lines[0].index("taken")] == f"{data.total:,}" and "empty_user" in reasons
+
+
+def test_runs_that_wrote_other_bytes_are_told(built, capsys):
+    facts = {**built[2], "processes": 2}
+    assert mix_full.same_bytes([facts, {**facts, "processes": 1}])
+    assert "1 process(es) wrote the same bytes as 2" in capsys.readouterr().out
+    assert not mix_full.same_bytes([facts, {**facts, "sha256": {**facts["sha256"], "train": "0"}}])
+
+
 def test_a_mix_that_misses_a_row_or_has_one_too_many_is_noticed(built):
     data, mix, _, expected = built
     fewer = replace(mix, splits={**mix.splits, "train": mix.splits["train"][1:]})
