@@ -40,7 +40,7 @@ def sound(tmp_path_factory):
 
 
 def test_prompts_go_as_our_own_ids_with_all_sampling_named_and_the_server_is_recorded(tmp_path, fake, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "sesame-7")
+    monkeypatch.setenv("DFLASH_SERVER_KEY", "sesame-7")
     server = fake(page={"max_model_len": 9000})
     run = served_run(tmp_path, server.url)
     folder = regenerate.ensure_answers(run)

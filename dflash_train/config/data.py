@@ -41,7 +41,7 @@ class ClientConfig:
     """How the server named by data.answers.server is asked."""
 
     model: str | None = None  # null: the only one it serves
-    key_env: str = "OPENAI_API_KEY"  # environment variable with the server's key, where it wants one
+    key_env: str = "DFLASH_SERVER_KEY"  # variable with its key; not OPENAI_API_KEY: that is one server's
     concurrency: int = 128  # questions under way at once
     timeout_s: float = 900.0  # for one answer
     patience_s: float = 1800.0  # without one finished answer, after which the run stops
