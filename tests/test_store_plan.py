@@ -129,11 +129,6 @@ def test_two_hundred_batches_arrive_whole_with_one_copy_each():
 # ---------------------------------------------------------------- bytes
 
 
-def test_eight_bit_rows_are_refused_by_name():
-    with pytest.raises(UserError, match=r"store\.dtype(.|\n)*bfloat16 . float32"):
-        StoreConfig(kind="local", root="x", dtype="float8_e4m3fn").check()
-
-
 def test_the_storage_of_a_million_samples_is_said_in_words():
     """Trap 44: hidden 4096 x 5 layers x 914,000 samples x 1,000 tokens is 40.96 MB a sample and 37.4 TB."""
     line = budget.storage_line(4096, 5, StoreConfig(kind="local", root="x"), 914_000, 914_000_000)
