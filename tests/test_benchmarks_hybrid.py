@@ -159,8 +159,10 @@ def test_samples_without_held_out_rows_and_those_of_another_tokenizer_are_refuse
     assert "another tokenizer" in capsys.readouterr().err and not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("name, steps", [("hybrid_gpu.sh", ("target", "answer", "train", "eval", "report")),
-                                         ("smollm2_gpu.sh", ("answer", "train", "eval", "replay", "report"))])  # fmt: skip
+@pytest.mark.parametrize("name, steps", [
+    ("hybrid_gpu.sh", ("target", "answer", "train", "eval", "report")),
+    ("smollm2_gpu.sh", ("answer", "train", "eval", "replay", "report")),
+])  # fmt: skip
 def test_the_gpu_scripts_parse_and_name_their_steps(name, steps, tmp_path):
     for script in (name, "gpu_drafters.sh"):
         assert subprocess.run(["bash", "-n", str(BENCHMARKS / script)]).returncode == 0
