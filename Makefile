@@ -5,7 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 PEERS := dflash==0.1.0 specforge==0.2.0 speculators==0.9.0 hs-connectors==0.9.0 loguru==0.7.3
 
-.PHONY: help setup demo test test-slow check peers clean
+TRITON := triton==3.8.0
+
+.PHONY: help setup demo test test-slow check peers triton clean
 
 help:
 	@echo "make demo       the whole pipeline on a small real model (2 cores, no GPU: about 12 minutes after the download)"
@@ -13,6 +15,7 @@ help:
 	@echo "make test-slow  the slow tier as well"
 	@echo "make check      ruff and import-linter"
 	@echo "make peers      z-lab dflash, specforge and speculators into .peers/, for the tests that run their code"
+	@echo "make triton     Triton into .triton/ (248 MB to download), for the test that compiles kernels for other GPUs"
 	@echo "make setup      .venv with everything (CPU torch where there is no GPU)"
 
 setup: $(STAMP)
@@ -37,5 +40,9 @@ check: $(STAMP)
 peers: $(STAMP)
 	@test -d .peers || $(BIN)/python -m pip install -qq --no-deps --target .peers $(PEERS)
 
+# The one that torch 2.14 brings to a GPU host. In .venv it would make transformers and fla look for a GPU.
+triton: $(STAMP)
+	@test -d .triton || $(BIN)/python -m pip install -qq --no-deps --target .triton $(TRITON)
+
 clean:
-	rm -rf $(VENV) .peers runs
+	rm -rf $(VENV) .peers .triton runs
