@@ -1,5 +1,6 @@
 """launch/'s examples for many hosts: ssh, Slurm, DeepSpeed's hostfile; and shellcheck over all its scripts."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 from deepspeed.launcher.runner import _parse_hostfile
 from helpers_launch import ROOT, SSH, Host
+from hydra import compose, initialize_config_dir
+
+from dflash_train import cli
 
 SCRIPTS = sorted(
     path for folder in (".ci", "launch") for path in (ROOT / folder).iterdir()
@@ -157,6 +161,24 @@ def test_slurm_before_the_limit_the_nodes_are_told_and_the_job_is_queued_again(h
     process.communicate(timeout=30)
     assert process.returncode == 143
     assert host.calls("scancel --signal=TERM 17") and host.calls("scontrol requeue 17")
+
+
+# ---------------------------------------------------------------- README
+
+SHOWN = re.findall(r"^(?:sbatch .*)?(launch/\S+) ?(.*?)(?: +#.*)?$", (ROOT / "README.md").read_text("utf-8"), re.M)
+
+
+def test_the_readme_shows_all_three():
+    assert {script for script, _ in SHOWN} >= {"launch/node.sh", "launch/hosts.sh", "launch/slurm_extract.sbatch"}
+
+
+@pytest.mark.parametrize("script, words", [shown for shown in SHOWN if "store=" in shown[1]])
+def test_what_the_readme_types_is_an_extraction(script, words):
+    assert os.access(ROOT / script, os.R_OK)
+    overrides = [word for word in words.split() if re.match(r"[+~]*[\w.]+=", word)]
+    cli.register_recipes()
+    with initialize_config_dir(str(cli.CONF_DIR), version_base="1.3"):
+        assert cli.build_run("extract", compose("extract", cli.rewrite_argv(overrides))).store.kind == "s3"
 
 
 # ---------------------------------------------------------------- DeepSpeed

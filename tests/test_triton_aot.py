@@ -3,7 +3,7 @@
 What Triton does not compile has other ways there: attention is torch's SDPA (`train.attention=sdpa` in training, where
 `flex` lets torch generate kernels for the card at hand), and fp8 rows are read by plain torch (store/fp8.py).
 
-`make triton` puts Triton into .triton/ (a GPU machine has it with torch); helpers_triton.py compiles, one process a card.
+`make triton` puts Triton into .triton/ (a GPU machine has it with torch); helpers_triton.py does the compiling.
 """
 
 import json
