@@ -1,6 +1,10 @@
 """`make demo`: the whole pipeline on a small real model, by the very commands a user types, into a real S3 bucket.
 
 mix -> regenerate -> extract (S3) -> train (DeepSpeed) -> eval (autoregressive, chain, tree) -> export
+
+Two tables are measured: decoding for real, for speed and equal answers, and the same rounds replayed on more prompts
+without verifying (eval.replay), which shows sooner what is accepted, also by an untrained drafter and by one that reads
+shuffled rows.
 """
 
 import argparse
@@ -43,20 +47,25 @@ def settings(gpu: bool, work: Path, checkpoints: Path) -> dict[str, list[str]]:
     if gpu:
         common += ["data.answers.batch_size=768", "data.answers.max_new_tokens=256"]
         drafter, train, trained = "drafter=small_b8", "train=gpu_small", checkpoints / "demo"
-        measure, tree = ["eval.num_prompts=16", "eval.max_new_tokens=128"], "ddtree:64"
-        measure += ["eval.tasks=[heldout,humaneval,gsm8k,mtbench]"]
+        measure, tasks = ["eval.max_new_tokens=128"], "heldout,humaneval,gsm8k,mtbench"
+        decoded, replayed = 8, 32
     else:
         common += ["limit=280", "data.max_prompt_chars=240", "data.allow_short=true", "data.heldout_fraction=0.01"]
         common += ["data.answers.batch_size=64", "data.answers.max_new_tokens=64"]
         drafter, train, trained = "drafter=small", "train=demo", checkpoints / "demo-limit280"
-        measure, tree = ["eval.num_prompts=10", "eval.max_new_tokens=20", "eval.tasks=[heldout]"], "ddtree:16"
-    measure += ["eval.dtype=float32", f"eval.checkpoint={trained}/best", drafter]
+        measure, tasks = ["eval.max_new_tokens=20"], "heldout"
+        decoded, replayed = 5, 20
+    measure += [f"eval.tasks=[{tasks}]", "eval.dtype=float32", f"eval.checkpoint={trained}/best", drafter]
+    controls = "ddtree:16,ddtree:64,dflash:untrained,dflash:shuffle_features"
     return {
         "mix": common,
         "regenerate": common,
         "extract": [*common, "store=s3", f"extract={'default' if gpu else 'small'}"],
         "train": [*common, "store=s3", train, drafter, f"train.output_dir={checkpoints / 'demo'}"],
-        "eval": [*common, *measure, f"eval.also=[{tree},dflash:untrained,dflash:shuffle_features]"],
+        "eval": [*common, *measure, "eval.also=[ddtree:16]", f"eval.num_prompts={decoded}",
+                 f"eval.output_dir={work}/eval/decoded"],
+        "eval, replayed": [*common, *measure, f"eval.also=[{controls}]", f"eval.num_prompts={replayed}",
+                           "eval.replay=true", f"eval.output_dir={work}/eval/replayed"],
         "export": [*common, drafter, f"export.checkpoint={trained}/best", f"export.output_dir={work}/export"],
     }  # fmt: skip
 
@@ -102,16 +111,18 @@ def main() -> None:
         for stage in ("mix", "regenerate", "extract"):
             run(stage, ["python", "-m", f"dflash_train.{stage}", *overrides[stage], *hardware], environment)
         run("train", ["deepspeed", "launch/train.py", *overrides["train"], *hardware], environment)
-        for stage, method in (("eval", ["--method", "dflash"]), ("export", [])):
-            run(stage, ["python", "-m", f"dflash_train.{stage}", *method, *overrides[stage], *hardware], environment)
+        for title in ("eval", "eval, replayed"):
+            command = ["python", "-m", "dflash_train.eval", "--method", "dflash", *overrides[title], *hardware]
+            run(title, command, environment)
+        run("export", ["python", "-m", "dflash_train.export", *overrides["export"], *hardware], environment)
     conclude(work, time.monotonic() - start)
 
 
 def conclude(work: Path, elapsed_s: float) -> None:
     """Where everything is."""
-    reports = sorted((work / "eval").rglob("*.json"), key=lambda path: path.stat().st_mtime)
+    reports = [work / "eval" / name / "dflash.json" for name in ("decoded", "replayed")]
     say(f"\nthe demo took {duration(elapsed_s)}")
-    say(f"report      {reports[-1].with_suffix('.md')} (and .json, .png)")
+    say(f"reports     {' and '.join(str(path.with_suffix('.md')) for path in reports)} (and .json, .png)")
     say(f"shards      {work}/s3 (objects of the bucket; {work}/cache holds those that training read)")
     record = json.loads(reports[-1].read_text("utf-8"))["provenance"]
     say(f"checkpoint  {record['drafter']['path']} (z-lab format), {work}/export (for serving)")
