@@ -54,6 +54,14 @@ def test_a_second_run_installs_nothing(host):
     assert len(host.calls("-m dflash_train.extract")) == 2
 
 
+def test_two_hosts_that_share_a_folder_install_once(host):
+    one, two = (host.start(str(host.checkout / "launch/node.sh"), *OVERRIDES) for _ in range(2))
+    for process in (one, two):
+        text, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, text
+    assert len(host.calls("pip", "install torch")) == 1 and len(host.calls("-m dflash_train.extract")) == 2
+
+
 def test_new_versions_are_installed(host):
     host.run("launch/node.sh", *OVERRIDES)
     before = len(host.calls("pip"))
