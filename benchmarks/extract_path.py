@@ -63,12 +63,12 @@ class Lengths:
     def draw(self, seed: int = 0) -> np.ndarray:
         """i64[num_samples]. The location is found by bisection, so that what is cut does not shift the mean."""
         shape = np.exp(self.sigma * np.random.default_rng(seed).standard_normal(self.num_samples))
+        cut = lambda scale: np.clip(np.rint(scale * shape), self.shortest, self.longest).astype(np.int64)
         low, high = 0.0, float(self.longest)
         for _ in range(60):
             middle = (low + high) / 2
-            lengths = np.clip(np.rint(middle * shape), self.shortest, self.longest)
-            low, high = (middle, high) if lengths.mean() < self.mean else (low, middle)
-        return lengths.astype(np.int64)
+            low, high = (middle, high) if cut(middle).mean() < self.mean else (low, middle)
+        return cut(high)
 
 
 def random_rows(folder: Path, lengths: np.ndarray, vocab: int, seed: int = 0) -> RenderedRows:

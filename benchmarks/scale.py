@@ -19,6 +19,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,24 +56,24 @@ class Sizes:
     shard_bytes: int = 1 << 30
     uploads_a_gpu: int = 2
     seconds: float = 16.0
+    warm_shards: int = 5
     stages: tuple[int, ...] = (1, 2, 3)
     rows: int = 8
     warm_up: int = 2
     steps: int = 5
     num_shards: int = 6
     shard_samples: int = 20
-    timeout_s: float = 300.0
     matrix: int = 8192
     copy_bytes: int = 4 << 30
 
 
-TINY = Sizes(Lengths("b", 30, 0.8, 4, 128, 4000), 250 * 773, seconds=3.0, rows=2, warm_up=1, steps=2, num_shards=2,
-             shard_samples=8, matrix=256, copy_bytes=1 << 20)  # fmt: skip
+TINY = Sizes(Lengths("b", 30, 0.8, 4, 128, 4000), 250 * 773, seconds=3.0, warm_shards=1, rows=2, warm_up=1, steps=2,
+             num_shards=2, shard_samples=8, matrix=256, copy_bytes=1 << 20)  # fmt: skip
 
 
-def measure(run: Run, sizes: Sizes, parts: list[str], counts: list[int], *, tiny: bool, folder: Path,
+def measure(run: Run, sizes: Sizes, parts: list[str], counts: list[int], *, tiny: bool, folder: Path, until: float,
             parent: str | None = None) -> None:  # fmt: skip
-    """Everything that was asked for. folder: for rows and the training store."""
+    """Everything that was asked for. folder: for rows and the training store; until: training is ended then."""
     config = build_run(tiny)
     device = pick_device(config.hardware.device)
     gpus = visible_gpus(torch.cuda.device_count()) if device.type == "cuda" else []
@@ -81,7 +82,7 @@ def measure(run: Run, sizes: Sizes, parts: list[str], counts: list[int], *, tiny
     if "extract" in parts:
         run.keep("extract", lambda: measure_extraction(sizes, counts, gpus, tiny, folder, parent))
     if "train" in parts:
-        run.keep("train", lambda: measure_training(sizes, counts, gpus, tiny, folder, device))
+        run.keep("train", lambda: measure_training(sizes, counts, gpus, tiny, folder, device, until))
 
 
 def measure_extraction(sizes: Sizes, counts: list[int], gpus: list[str], tiny: bool, folder: Path,
@@ -90,11 +91,11 @@ def measure_extraction(sizes: Sizes, counts: list[int], gpus: list[str], tiny: b
                        f"store.upload_threads={sizes.uploads_a_gpu * max(counts)}")  # fmt: skip
     setup = resolve(config, random_weights.prepare(config.target))
     rows = random_rows(Path(folder, "rows"), sizes.lengths.draw(), config.target.vocab_size)
-    return extraction(setup, rows, gpus[: max(counts)], counts, sizes.seconds, parent)
+    return extraction(setup, rows, gpus[: max(counts)], counts, sizes.seconds, sizes.warm_shards, parent)
 
 
 def measure_training(sizes: Sizes, counts: list[int], gpus: list[str], tiny: bool, folder: Path,
-                     device: torch.device) -> dict:  # fmt: skip
+                     device: torch.device, until: float) -> dict:  # fmt: skip
     work = Path(folder, "train")
     words = [*TRAIN_WORDS, *MASK, *(TINY_WORDS if tiny else []), f"store.root={work}/store", f"work_dir={work}",
              f"store.cache_dir={work}/cache"]  # fmt: skip
@@ -103,7 +104,7 @@ def measure_training(sizes: Sizes, counts: list[int], gpus: list[str], tiny: boo
     if device.type == "cuda":
         torch.cuda.empty_cache()
     plan = scale_train.Plan(str(work), words, list(sizes.stages), sizes.rows, sizes.warm_up, sizes.steps)
-    figures = scale_train.training(plan, gpus, counts, sizes.timeout_s)
+    figures = scale_train.training(plan, gpus, counts, until)
     return figures | {"flops_per_block": block_flops(run.drafter), "rows": sizes.rows}
 
 
@@ -185,6 +186,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", default="runs/scale", help="folder for the figures (JSON) and the table")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--gpus", help="numbers of them; default: 1, 2, 4, ... as many as there are")
+    parser.add_argument("--minutes", type=float, default=9.0, help="training is ended after so long")
     parser.add_argument("--tiny", action="store_true", help="toy sizes on a CPU, with 2 processes and with 1")
     args = parser.parse_args(argv)
     parts, num_gpus = args.parts.split(","), 2 if args.tiny else torch.cuda.device_count()
@@ -194,11 +196,11 @@ def main(argv: list[str]) -> int:
     if not counts or max(counts) > num_gpus:
         parser.error(f"--gpus: {num_gpus} are here")
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # before any process of a group starts
-    run = Run(Path(args.out, "scale.json"))
+    run, until = Run(Path(args.out, "scale.json")), time.monotonic() + 60 * args.minutes
     with tempfile.TemporaryDirectory(prefix="dflash_train-scale-", dir=roomiest(SHM, tempfile.gettempdir())) as folder:
-        measure(run, TINY if args.tiny else Sizes(), parts, counts, tiny=args.tiny, folder=Path(folder))
+        measure(run, TINY if args.tiny else Sizes(), parts, counts, tiny=args.tiny, folder=Path(folder), until=until)
         for log in Path(folder).rglob("*.log"):
-            shutil.copy(log, Path(args.out, log.name))
+            shutil.copy(log, Path(args.out, log.name))  # what the ranks said
     text = markdown(run.figures, run.failed)
     write_bytes(Path(args.out, "scale.md"), text.encode() + b"\n")
     say(f"\n{text}\n")

@@ -19,15 +19,16 @@ from dflash_train.capture.supervisor import Slot, Supervisor
 LOOK_S = 0.05
 
 
-def extraction(setup: Setup, rows: RenderedRows, gpus: list[str], counts: list[int], seconds: float,
+def extraction(setup: Setup, rows: RenderedRows, gpus: list[str], counts: list[int], seconds: float, warm_shards: int,
                parent: str | None = None) -> dict:  # fmt: skip
-    """Rates with counts[0] workers, then with as few as the others say -> figures by count, and what became of the
-    shards. gpus: as CUDA_VISIBLE_DEVICES calls them; none = processes on the CPU."""
+    """Rates with the largest of `counts` workers, then with the smaller ones -> figures by count, and what became of
+    the shards. gpus: as CUDA_VISIBLE_DEVICES calls them; none = processes on the CPU. warm_shards: each worker has made
+    so many before anything is measured, and has compiled its kernels in them."""
     counts, started = sorted(counts, reverse=True), monotonic()
     with folders(parent) as (store, staging):
         with open_path(setup, store, rows, plan_all(setup, rows), staging) as (order, desk):
             with Supervisor(order, desk, setup.run.extract, gpus, counts[0], lambda: None) as supervisor:
-                drill = Drill(supervisor, desk, counts, seconds)
+                drill = Drill(supervisor, desk, counts, seconds, warm_shards)
                 drill.start()
                 try:
                     supervisor.run()
@@ -47,9 +48,10 @@ def extraction(setup: Setup, rows: RenderedRows, gpus: list[str], counts: list[i
 class Drill(threading.Thread):
     """Waits for all workers, measures, kills down to the next number, and so on; then lets the run end."""
 
-    def __init__(self, supervisor: Supervisor, desk: Watched, counts: list[int], seconds: float):
+    def __init__(self, supervisor: Supervisor, desk: Watched, counts: list[int], seconds: float, warm_shards: int):
         super().__init__(name="drill", daemon=True)
         self.supervisor, self.desk, self.counts, self.seconds = supervisor, desk, counts, seconds
+        self.warm_shards = warm_shards
         self.figures: dict[int, dict] = {}
         self.kills: list[dict] = []
         self.ready_at = 0.0
@@ -58,7 +60,7 @@ class Drill(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.wait(lambda: len({worker for _, worker, _ in list(self.desk.seen)}) == self.counts[0])
+            self.wait(lambda: all(self.desk.shards[s.name] >= self.warm_shards for s in self.supervisor.slots))
             self.ready_at = monotonic()
             for count in self.counts:
                 self.kill_down_to(count)

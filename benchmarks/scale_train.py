@@ -84,6 +84,7 @@ def train_stage(plan: Plan, stage: int, device: torch.device) -> dict | None:
     run = build_run([*plan.words, f"zero=zero{stage}", f"train.global_batch={plan.rows * world}",
                      f"train.max_steps={plan.warm_up + plan.steps}",
                      f"train.output_dir={plan.folder}/out-{world}-{stage}"])  # fmt: skip
+    held = torch.cuda.memory_allocated(device) if on_gpu else 0  # what the stage before has left
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     trainer = Measured(run, train.check(run), device)
@@ -97,7 +98,7 @@ def train_stage(plan: Plan, stage: int, device: torch.device) -> dict | None:
         lines = Path(trainer.output_dir, "metrics.jsonl").read_text().splitlines()[plan.warm_up :]
         rates = {key: median(json.loads(line)[key] for line in lines)
                  for key in ("samples_per_s", "tokens_per_s", "blocks_per_s", "steps_per_s")}  # fmt: skip
-        figures = rates | {"peak_bytes": max(peaks), "loss": json.loads(lines[-1])["loss"]}
+        figures = rates | {"peak_bytes": max(peaks), "held_bytes": held, "loss": json.loads(lines[-1])["loss"]}
     del trainer
     gc.collect()
     if on_gpu:
@@ -139,23 +140,20 @@ def rounds(counts: list[int], num_gpus: int) -> list[list[int]]:
     return out
 
 
-def training(plan: Plan, gpus: list[str], counts: list[int], timeout_s: float) -> dict:
-    """{"<count> zero<stage>": figures}. Raises RuntimeError naming the sizes that failed; what others have found is in
-    its `figures`."""
+def training(plan: Plan, gpus: list[str], counts: list[int], until: float) -> dict:
+    """{"sizes": {"<count> zero<stage>": figures}, "failed": counts}. until: on the monotonic clock; who is not done by
+    then is ended, and has failed. What was found before counts."""
     figures, failed = {}, []
     for number, together in enumerate(rounds(counts, len(gpus) or sum(counts))):
         groups, free = [], list(gpus)
         for count in together:
             mine, free = free[:count], free[count:]
             groups.append(Group(plan, count, mine))
-        deadline = time.monotonic() + timeout_s
         for group in groups:
-            failed += [] if group.wait(deadline) else [str(group.count)]
+            failed += [] if group.wait(until) else [str(group.count)]
             found = read_json(group.result) if group.result.exists() else {}
             figures |= {f"{group.count} zero{stage}": values for stage, values in found.items()}
         say(f"training, round {number + 1}: {', '.join(map(str, together))} GPUs done")
-    if failed:
-        say(f"training on {', '.join(failed)} GPUs failed; see {plan.folder}/*.log")
     return {"sizes": figures, "failed": failed}
 
 
@@ -178,10 +176,10 @@ class Group:
             self.processes.append(subprocess.Popen([sys.executable, __file__, str(job)], env=environment,
                                                    stdout=self.log, stderr=self.log))  # fmt: skip
 
-    def wait(self, deadline: float) -> bool:
-        """True once all have ended well. One that fails, or the deadline, ends the others: they would wait for it."""
+    def wait(self, until: float) -> bool:
+        """True once all have ended well. One that fails, or the time, ends the others: they would wait for it."""
         while any(process.poll() is None for process in self.processes):
-            if time.monotonic() > deadline or any(process.poll() for process in self.processes):
+            if time.monotonic() > until or any(process.poll() for process in self.processes):
                 for process in self.processes:
                     process.kill()
             time.sleep(0.1)
