@@ -13,7 +13,7 @@ from pathlib import Path
 from dflash_train import cli, plan, regenerate
 from dflash_train.capture.desk import Desk, run_here
 from dflash_train.capture.rows import RenderedRows, rendered_rows
-from dflash_train.capture.setup import MUST_AGREE, Setup, make_manifest, plan_all, resolve
+from dflash_train.capture.setup import MUST_AGREE, Setup, make_manifest, plan_all, resolve, say_rounding
 from dflash_train.capture.supervisor import Supervisor, visible_gpus
 from dflash_train.capture.worker import Order
 from dflash_train.config import ExtractRun
@@ -62,7 +62,7 @@ def main(run: ExtractRun) -> int | None:
     rows = rendered_rows(run, setup.files, setup.answers)
     shards = plan_all(setup, rows)
     check_budget(setup, store, shards)
-    put_manifest(store, make_manifest(setup, rows, shards), MUST_AGREE)
+    say_rounding(put_manifest(store, make_manifest(setup, rows, shards), MUST_AGREE), run)
     todo = missing_shards(store, shards)
     say(f"{len(shards) - len(todo)} of {len(shards)} shards are there; {len(todo)} to do, into {store.url}")
     if todo or not has_target_files(store):

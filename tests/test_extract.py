@@ -213,6 +213,17 @@ def test_only_what_has_no_marker_is_done(tmp_path, keep, monkeypatch):
     assert contents(run) == before
 
 
+def test_a_run_that_rounds_otherwise_than_the_stores_first_one_says_so(tmp_path, capsys):
+    run = make_run(tmp_path)
+    extract.main(run)
+    assert read_manifest(open_store(run))["computed_with"]["target.kernels"] == "auto"
+    assert "begun" not in capsys.readouterr().out
+    open_store(run).delete("markers/train-00003.json")
+    run.target.kernels = "library"
+    extract.main(run)
+    assert "the store was begun with target.kernels auto, now library" in capsys.readouterr().out.replace("\n", " ")
+
+
 def test_a_finished_store_is_recognized_without_loading_the_target_or_rendering(tmp_path, monkeypatch, capsys):
     """Trap 35: all 8 of 8."""
     run = make_run(tmp_path)

@@ -3,11 +3,13 @@
 import tempfile
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from importlib.metadata import distributions
 from pathlib import Path
 
 from dflash_train.capture.rows import SPLITS, RenderedRows
 from dflash_train.config import ExtractRun
 from dflash_train.data.chat import template_hash
+from dflash_train.planning.machine import gpus_at_hand
 from dflash_train.store import budget
 from dflash_train.store.slices import ShardPlan, plan_hash, plan_shards
 from dflash_train.target.base import check_layer_ids, default_layer_ids
@@ -15,6 +17,7 @@ from dflash_train.target.files import TargetFiles
 from dflash_train.target.mask_token import check_mask_token
 from dflash_train.target.sharded_load import check_split
 from dflash_train.util.io import sha256_file
+from dflash_train.util.log import say
 from dflash_train.util.provenance import canonical_json, digest, provenance
 
 MUST_AGREE = (
@@ -23,6 +26,8 @@ MUST_AGREE = (
 """Entries of the manifest in which every run into one store must agree."""
 DECIDES = ("layer_ids", "num_taps", "max_tokens", "batch_tokens", "window_samples")
 """Keys of `extract` that decide what is in a shard; the others say who makes it and how it is watched."""
+
+PACKAGES = ("torch", "transformers", "triton", "flash-linear-attention")
 
 
 @dataclass(frozen=True)
@@ -123,5 +128,27 @@ def make_manifest(setup: Setup, rows: RenderedRows, shards: list[ShardPlan]) -> 
         "dropped": rows.dropped,
         "plan_hash": plan_hash(shards, dict(zip(rows.sample_ids, rows.content_hashes, strict=True))),
         "inputs_hash": setup.inputs_hash(),
+        "computed_with": computed_with(setup.run),
         "provenance": provenance(asdict(setup.run), seed=setup.run.data.seed),
     }
+
+
+def computed_with(run: ExtractRun) -> dict[str, str]:
+    """What hidden rows depend on by rounding: ids, masks and order are the same whatever stands here."""
+    versions = {found.name.replace("_", "-"): found.version for found in distributions()}
+    gpus = gpus_at_hand() if run.hardware.device != "cpu" else []
+    return {
+        "device": ", ".join(sorted({gpu.name for gpu in gpus})) or "CPU",
+        "target.dtype": run.target.dtype,
+        "target.kernels": run.target.kernels,
+        "extract.gpus_per_worker": str(run.extract.gpus_per_worker),
+        **{name: versions[name] for name in PACKAGES if name in versions},
+    }
+
+
+def say_rounding(manifest: dict, run: ExtractRun) -> None:
+    """One line where the store's first run computed otherwise than this one."""
+    here, there = computed_with(run), manifest.get("computed_with", {})
+    if differences := [f"{key} {there[key]}, now {here.get(key)}" for key in there if there[key] != here.get(key)]:
+        say(f"the store was begun with {'; '.join(differences)}: ids, masks and order stay byte-identical, new hidden "
+            "rows differ from what the first run would have made by rounding")  # fmt: skip
