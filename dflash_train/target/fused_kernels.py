@@ -43,8 +43,8 @@ def fla_kernels() -> Kernels:
         from fla.modules.norm.layernorm import rms_norm
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except ImportError as error:
-        raise UserError("target.kernels", got=f"fused, but flash-linear-attention cannot be imported ({error})",
-                        want="flash-linear-attention 0.6 and triton",
+        raise UserError("target.kernels", got=f"flash-linear-attention cannot be imported ({error})",
+                        want="flash-linear-attention 0.6 and triton, for fused capture on this GPU",
                         fix="pip install flash-linear-attention==0.6.0, or target.kernels=library",
                         ) from error  # fmt: skip
 
