@@ -10,7 +10,7 @@ class AssumeConfig:
     """Each with where its default comes from in conf/plan.yaml."""
 
     prompt_tokens: float = 300.0  # of tokens_per_sample, not written by the target
-    extract_mfu: float = 0.56  # share of the matrix rate that capture reaches
+    extract_mfu: float = 0.75  # share of the matrix rate that capture reaches
     train_mfu: float = 0.5
     launch_s_per_layer: float = 0.0019  # a pass of this version cannot be faster: Python launches every kernel
     usd_per_gb_month: float = 0.023  # the store's price
