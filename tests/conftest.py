@@ -18,6 +18,12 @@ def _seeded():
     torch.set_num_threads(1)  # tiny tensors: a second thread only spins, and on a busy machine for tens of ms a call
 
 
+def pytest_collection_modifyitems(items):
+    """DeepSpeed's group of one rank stays open to the end of a test process, so what starts a group of its own goes
+    first."""
+    items.sort(key=lambda item: "test_tensor_parallel" not in item.nodeid)
+
+
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     """A hub of data sets on loopback (helpers_hub.py) that the client libraries are pointed at; `pauses` are those
