@@ -5,6 +5,7 @@ Every fake writes the words it was called with into `calls`; the files named bel
 
 import os
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -92,7 +93,7 @@ class Host:
     def start(self, *words: str, **environment: str) -> subprocess.Popen:
         return subprocess.Popen(
             [*words], cwd=self.checkout.parent, env=self.environment(**environment), text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=hear_signals,
         )  # fmt: skip
 
     def run(self, *words: str, **environment: str) -> tuple[int, str]:
@@ -108,3 +109,9 @@ class Host:
 
     def remove(self, name: str) -> None:
         os.unlink(self.bin / name)
+
+
+def hear_signals() -> None:
+    """A bash cannot trap what was ignored when it started, as under nohup or in a background job."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
