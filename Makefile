@@ -26,11 +26,14 @@ $(STAMP): pyproject.toml cpu-constraints.txt launch/pick_torch.sh launch/setup.s
 demo: $(STAMP)
 	@$(BIN)/python launch/demo.py
 
+# A file's tests share fixtures, so they stay together; a process takes about a GB.
+PARALLEL := -n auto --maxprocesses 4 --dist loadfile
+
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m 'not gpu'
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not gpu'
 
 check: $(STAMP)
 	$(BIN)/ruff check .
