@@ -1,20 +1,23 @@
 """Rendered rows: mapped files that are the same whatever made them, made once, and refused when they are damaged."""
 
 import json
+import os
+import threading
+import time
 
 import numpy as np
 import pytest
 from helpers_store import make_run, write_answers
 
 from dflash_train.capture import rows as rows_module
-from dflash_train.capture.rows import RenderedRows, rendered_rows
+from dflash_train.capture.rows import UNUSED_S, RenderedRows, rendered_rows
 from dflash_train.capture.setup import resolve
 from dflash_train.data.chat import Renderer
 from dflash_train.records import Sample
 from dflash_train.target import tiny
 from dflash_train.util import ahead, provenance
 from dflash_train.util.errors import UserError
-from dflash_train.util.io import read_jsonl
+from dflash_train.util.io import atomic_folder, read_jsonl, remove_unused
 
 
 @pytest.fixture
@@ -135,3 +138,53 @@ def test_an_iterator_ahead_makes_no_more_than_its_depth_before_it_is_asked():
         assert next(iter(early)) == 0
     early._thread.join(5)
     assert not early._thread.is_alive() and len(made) <= 5
+
+
+def test_an_iterator_ahead_does_nothing_more_once_it_is_left():
+    done, begun = [], threading.Event()
+
+    def items():
+        yield 0
+        begun.set()
+        time.sleep(0.2)  # a request on its way
+        done.append("claimed")
+        yield 1
+
+    with ahead.Ahead(items()) as early:
+        assert next(iter(early)) == 0 and begun.wait(5)
+    assert done == ["claimed"], "what comes after the consumer's end is known to it"
+
+
+# ---------------------------------------------------------------- folders that are whole or absent
+
+
+def test_a_killed_runs_folder_is_not_in_the_way_and_goes_when_it_is_old(tmp_path):
+    left = tmp_path / f".rows.{os.getpid()}.tmp"
+    left.mkdir()
+    (left / "token_ids.i32").write_bytes(b"x")
+    with atomic_folder(tmp_path / "rows") as temporary:
+        (temporary / "facts.json").write_text("{}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [left.name, "rows"]
+    assert remove_unused(tmp_path, 60, 600) == []
+    for path in (left, left / "token_ids.i32"):
+        os.utime(path, (time.time() - 100,) * 2)
+    for path in (tmp_path / "rows", tmp_path / "rows" / "facts.json"):
+        os.utime(path, (time.time() - 100,) * 2)
+    assert remove_unused(tmp_path, 60, 600) == [left.name] and (tmp_path / "rows").is_dir()
+    assert remove_unused(tmp_path, 60, 60) == ["rows"]
+
+
+def test_rows_that_no_run_has_used_for_long_go_when_others_are_rendered(run, capsys):
+    first = render(run)
+    for path in (first.folder, *first.folder.iterdir()):
+        os.utime(path, (time.time() - 2 * UNUSED_S,) * 2)
+    render(run)  # it is in use
+    run.extract.max_tokens = 48
+    second = render(run)
+    assert first.folder.is_dir()
+    for path in (first.folder, *first.folder.iterdir()):
+        os.utime(path, (time.time() - 2 * UNUSED_S,) * 2)
+    run.extract.max_tokens = 32
+    render(run)
+    assert not first.folder.exists() and second.folder.is_dir()
+    assert first.folder.name in capsys.readouterr().out

@@ -10,12 +10,14 @@ import sys
 import time
 from collections import namedtuple
 from pathlib import Path
+from threading import Timer
 
 import pytest
 from helpers_store import FlakyStore, make_shard
 
 from dflash_train.config import StoreConfig
 from dflash_train.store import staging
+from dflash_train.store.base import StoreUnavailable
 from dflash_train.store.local import LocalStore
 from dflash_train.store.shard import ShardFacts, list_markers, write_shard
 from dflash_train.store.staging import PREFIX, Room, remove_leftovers, staging_folder, staging_parent
@@ -251,6 +253,52 @@ def test_sigterm_uploads_what_is_queued_and_exits_143(tmp_path):
     assert not list(tmp_path.glob(f"{PREFIX}*"))
 
 
+@pytest.mark.parametrize("first", [None, ZeroDivisionError])
+def test_a_run_that_is_told_to_end_during_the_last_uploads_waits_no_longer_than_exit_s(tmp_path, first, capsys):
+    store, asked = Held(tmp_path / "store"), []
+
+    def stop_check():
+        asked.append(1)
+        raise SystemExit(143)
+
+    with (
+        pytest.raises(first or SystemExit),
+        staging_folder(tmp_path) as folder,
+        Uploader(store, folder, threads=1, exit_s=0.1, stop_check=stop_check) as uploader,
+    ):
+        put(uploader, folder, "train-00000")
+        late = Timer(20, setattr, (store, "open", True))  # a drain that asks nobody ends, too late
+        late.start()
+        if first:
+            raise first
+    late.cancel()
+    assert asked and not store.open and "not uploaded: train-00000" in capsys.readouterr().out
+    store.open = True
+
+
+def test_no_upload_is_begun_or_tried_again_after_the_end(tmp_path):
+    tried = []
+
+    class Away(LocalStore):
+        def put_file(self, key, path):
+            tried.append(key)
+            time.sleep(0.2)
+            raise StoreUnavailable("store", got="HTTP 503")
+
+    with (
+        pytest.raises(SystemExit),
+        staging_folder(tmp_path) as folder,
+        Uploader(Away(tmp_path / "store"), folder, threads=1, exit_s=0.05, backoff_s=0.01) as uploader,
+    ):
+        for i in range(3):
+            put(uploader, folder, f"train-{i:05d}")
+        raise SystemExit(143)
+    for thread in uploader._threads:
+        thread.join(5)
+        assert not thread.is_alive()
+    assert len(tried) == 1
+
+
 def test_a_second_signal_stops_at_once_and_handlers_are_put_back():
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as stop, stop_on_signals(echo_s=0) as check:
@@ -297,6 +345,21 @@ def test_a_full_folder_without_progress_is_an_error_with_the_numbers(ram, tmp_pa
                 store.open = True
     assert re.search(r"of ours in 1 shard\(s\), 3.\.. MB of 64.0 MB free", str(error.value))
     assert len(list_markers(store)) == 1
+
+
+def test_room_that_waits_for_its_own_capture_is_no_stall(ram, tmp_path):
+    """While the target still loads, reserved room has no upload that could make progress."""
+    with staging_folder(tmp_path) as folder, Uploader(LocalStore(tmp_path / "store"), folder, stall_s=0.2) as uploader:
+        uploader.reserve(40 * MB)
+        shard, path = make_shard(), folder / "train-00000.safetensors"
+
+        def capture():
+            write_shard(path, shard)
+            uploader.submit(path, ShardFacts.of("train-00000", shard), 40 * MB)
+
+        Timer(0.8, capture).start()
+        uploader.reserve(30 * MB)
+        assert uploader.paused_s < 0.4, "the store is not what was waited for"
 
 
 def test_the_producer_waits_for_the_low_water_mark_and_goes_on(ram, tmp_path, capsys):

@@ -25,7 +25,8 @@ PAUSED_S, SHOW_S = 0.5, 1.0
 
 
 class Desk:
-    """See above. `worker` in its methods is the name of who did it; `state` (monitor.state.RunState) shows all of it.
+    """Between claims, workers and uploader. `worker` in its methods is the name of who did it; `state`
+    (monitor.state.RunState) shows all of it.
 
     The uploader calls `uploaded` and reports to this desk, so it is there after it: `open` completes the desk.
     """
@@ -61,7 +62,7 @@ class Desk:
     def paused(self) -> bool:
         """Workers get nothing since the staging folder is full."""
         since = self._reserving_since
-        return since is not None and monotonic() - since > PAUSED_S
+        return since is not None and monotonic() - since > PAUSED_S and self.uploader.is_behind
 
     def again(self, job: Job) -> None:
         """A job whose worker died: what was captured of it does not count."""
@@ -72,6 +73,8 @@ class Desk:
     def check(self) -> None:
         """Called between batches or several times a second: raises what ends the run."""
         self.stop_check()
+        for shard_id in list(self.uploader.failed):
+            self.state.shard(shard_id, "failed")
         self.uploader.raise_failed()
         if monotonic() - self._shown > SHOW_S:
             self._shown = monotonic()

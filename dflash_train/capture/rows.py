@@ -25,7 +25,15 @@ from dflash_train.data.chat import Renderer
 from dflash_train.data.rendering import Rows
 from dflash_train.target.files import TargetFiles, load_tokenizer
 from dflash_train.util.errors import UserError
-from dflash_train.util.io import atomic_folder, free_bytes, human_bytes, json_line, read_json, write_json
+from dflash_train.util.io import (
+    atomic_folder,
+    free_bytes,
+    human_bytes,
+    json_line,
+    read_json,
+    remove_unused,
+    write_json,
+)
 from dflash_train.util.log import say
 from dflash_train.util.parallel import Workers, num_cores
 from dflash_train.util.provenance import canonical_json, code_version, digest, template_hash
@@ -36,6 +44,9 @@ CHUNK_BYTES = 8 << 20
 JOBS_A_PROCESS = 4
 """Fewer are done sooner than another process has started."""
 TOKEN_BYTES = 5
+UNFINISHED_S, UNUSED_S = 24 * 3600, 30 * 24 * 3600
+"""Rendered folders go when a killed run has left them unfinished, or no run has used them, for so long. Every commit of
+this code makes new ones."""
 
 
 class RenderedRows:
@@ -131,7 +142,10 @@ def rendered_rows(run: ExtractRun, files: TargetFiles, answers: list[str]) -> Re
     """
     folder = Path(run.work_dir, "rendered", f"{run.store_name}-{rows_key(run, files, answers)}")
     if not folder.is_dir():
+        if removed := remove_unused(folder.parent, UNFINISHED_S, UNUSED_S):
+            say(f"removed rendered samples that are long unused: {', '.join(removed)}")
         render_all(run, files, folder)
+    os.utime(folder)  # it is in use
     rows = RenderedRows(folder)
     say(f"rendered {len(rows):,} samples; {rows.num_cut:,} cut to {run.extract.max_tokens:,} tokens; "
         f"{sum(rows.dropped.values()):,} dropped {rows.dropped or ''}")  # fmt: skip

@@ -19,6 +19,7 @@ from pathlib import Path
 from dflash_train import store as stores
 from dflash_train import target as targets
 from dflash_train.capture.worker import Job, Order, capture_jobs
+from dflash_train.store.base import StoreUnavailable
 from dflash_train.store.shard import ShardFacts
 from dflash_train.store.target_files import ensure_target_files
 from dflash_train.target import tensor_parallel
@@ -56,7 +57,7 @@ class Staged:
 
 @dataclass(frozen=True)
 class Failed:
-    """The worker ends. final: trying again cannot help (a UserError, as text)."""
+    """The worker ends. final: trying again cannot help (a UserError, as text, but for a store that is away)."""
 
     text: str
     final: bool
@@ -117,7 +118,7 @@ def serve(connection: Connection, order: Order, target_files: dict[str, bytes] |
     except Stopped:
         pass
     except UserError as error:
-        pipe.send(Failed(str(error), final=True))
+        pipe.send(Failed(str(error), final=not isinstance(error, StoreUnavailable)))
     except BaseException as error:
         traceback.print_exc()
         pipe.send(Failed(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", final=False))

@@ -6,6 +6,7 @@ starts alone, so that weights come from a warm page cache, and compiled kernels 
 
 import multiprocessing
 import os
+import shutil
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -33,7 +34,7 @@ def visible_gpus(count: int) -> list[str]:
     return names[:count] or [str(i) for i in range(count)]
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
     """A place for a worker: who is in it, and what it has in hand. gpus: of CUDA_VISIBLE_DEVICES; empty = CPU."""
 
@@ -50,13 +51,19 @@ class Slot:
     error: str = ""
     shown: tuple[str, str | None] = ("", None)
 
+    @property
+    def limit(self) -> str:
+        """The key of ExtractConfig that bounds how long its silence may last; empty = it has nothing to say."""
+        return ("hang_s" if self.jobs else "") if self.ready else "load_s"
+
 
 class Supervisor:
     """Runs an order's jobs on `num_workers` worker processes. A context manager: leaving it ends them all."""
 
     def __init__(self, order: Order, desk: Desk, config: ExtractConfig, gpus: list[str], num_workers: int,
                  target_files: Callable[[], dict[str, bytes] | None]):  # fmt: skip
-        self.order, self.desk, self.config, self.target_files = order, desk, config, target_files
+        self.order, self.desk, self.config = order, desk, config
+        self.files = target_files()  # asked for once: a worker that is replaced while the store is away needs no store
         if not gpus and order.run.hardware.num_threads is None:
             share = replace(order.run.hardware, num_threads=max(1, num_cores() // num_workers))
             self.order = replace(order, run=replace(order.run, hardware=share))
@@ -65,6 +72,7 @@ class Supervisor:
         self.context = multiprocessing.get_context("spawn") if gpus else fork_server(serve.__name__)
         self.again: deque[Job] = deque()  # of dead workers
         self.killed_by: Counter = Counter()  # shard id -> workers that died with it in hand
+        self.draining: Slot | None = None  # gets nothing new until it is empty, for the first of `again`
         self.warm = self.ending = False
 
     def __enter__(self) -> "Supervisor":
@@ -91,26 +99,35 @@ class Supervisor:
     # ------------------------------------------------------------ handing out
 
     def hand_out(self) -> None:
-        """Give jobs to those who have the fewest. A job that a worker has died with is given alone, so that a second
-        death is its own doing."""
-        while free := [slot for slot in self.slots if slot.ready and self.has_room(slot)]:
-            slot = min(free, key=lambda slot: len(slot.jobs))
-            job = self.next_job(alone=not slot.jobs)
+        """Give jobs to those who have the fewest."""
+        self.hand_out_again()
+        while free := [s for s in self.slots if s.ready and s is not self.draining and self.has_room(s)]:
+            job = None if self.source.finished else self.source.poll()
             if job is None:
                 return
-            slot.jobs[job.shard.shard_id] = job
-            slot.waiting += 1
-            slot.heard = monotonic()
-            self.send(slot, job)
+            self.give(min(free, key=num_jobs), job)
+
+    def hand_out_again(self) -> None:
+        """A job that a worker has died with is given alone, so that a second death is its own doing: one worker runs
+        dry for it, while the others go on."""
+        while self.again:
+            ready = [slot for slot in self.slots if slot.ready]
+            if self.draining not in ready:
+                self.draining = min(ready, key=num_jobs, default=None)
+            if self.draining is None or self.draining.jobs:
+                return
+            self.give(self.draining, self.again.popleft())
+            self.draining = None
+
+    def give(self, slot: Slot, job: Job) -> None:
+        slot.jobs[job.shard.shard_id] = job
+        slot.waiting += 1
+        slot.heard = monotonic()
+        self.send(slot, job)
 
     def has_room(self, slot: Slot) -> bool:
         suspects = any(self.killed_by[shard_id] for shard_id in slot.jobs)
         return slot.waiting < IN_HAND and not suspects
-
-    def next_job(self, alone: bool) -> Job | None:
-        if self.again:
-            return self.again.popleft() if alone else None
-        return None if self.source.finished else self.source.poll()
 
     def send(self, slot: Slot, message: object) -> None:
         with suppress(ConnectionError):  # it has just died, which `watch` will see
@@ -133,14 +150,14 @@ class Supervisor:
             while slot.pipe.poll():
                 slot.heard = monotonic()
                 self.take_in(slot, slot.pipe.recv())
-        except (EOFError, ConnectionError):
-            pass  # `watch` sees that it has ended
+        except (EOFError, OSError):
+            pass  # it has ended, perhaps in the middle of a message, which `watch` sees
 
     def take_in(self, slot: Slot, message: object) -> None:
         match message:
             case serve.Ready(device):
                 slot.ready, slot.device = True, device
-                if not self.warm:
+                if not self.warm and not self.ending:
                     self.warm = True
                     for other in self.slots[1:]:
                         self.start(other)
@@ -168,7 +185,7 @@ class Supervisor:
 
     def start(self, slot: Slot) -> None:
         slot.pipe, theirs = self.context.Pipe()
-        arguments = (theirs, self.order, self.target_files())
+        arguments = (theirs, self.order, None if self.warm else self.files)  # the first one that was ready wrote them
         slot.process = self.context.Process(target=serve.serve, args=arguments, name=slot.name, daemon=True)
         with gpus_of(slot):
             slot.process.start()
@@ -177,16 +194,18 @@ class Supervisor:
         self.show(slot, "loading")
 
     def watch(self, slot: Slot) -> None:
-        """Notice a worker that has ended, or that has work and says nothing; another takes its place."""
+        """Notice a worker that has ended, or that has work or loads and says nothing; another takes its place."""
         if slot.process is None:
             return
-        silent = monotonic() - slot.heard
-        if slot.ready and slot.jobs and silent > self.config.hang_s:
-            slot.error = f"it said nothing for {silent:.0f} s (extract.hang_s)"
+        silent, limit = monotonic() - slot.heard, slot.limit
+        hangs = bool(limit) and silent > vars(self.config)[limit]
+        if hangs:
+            slot.error = f"it said nothing for {silent:.0f} s (extract.{limit})"
             slot.process.kill()
-            slot.process.join()
-        if not slot.process.is_alive():
-            self.hear(slot)
+            slot.process.join(self.config.stop_s)
+        if hangs or not slot.process.is_alive():
+            if not slot.process.is_alive():  # what a living one has half written would be waited for
+                self.hear(slot)
             self.bury(slot)
 
     def bury(self, slot: Slot) -> None:
@@ -196,7 +215,7 @@ class Supervisor:
         self.desk.state.error(f"{slot.name} died: {why}")
         say(f"{slot.name} died: {why}" + (f"; to be done again: {', '.join(slot.jobs)}" if slot.jobs else ""))
         for path in self.order.staging_folder.glob(f".*.{slot.process.pid}.tmp"):
-            path.unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
         for job in slot.jobs.values():
             self.take_back(job, why)
         self.forget(slot)
@@ -216,6 +235,7 @@ class Supervisor:
         shard_id, samples = job.shard.shard_id, job.shard.sample_ids
         self.killed_by[shard_id] += 1
         if self.killed_by[shard_id] > self.config.max_restarts:
+            self.desk.state.shard(shard_id, "failed")
             raise UserError(f"shard {shard_id}", got=f"{self.killed_by[shard_id]} workers died with it: {why}",
                             want="samples that can be captured; these are " + ", ".join(samples[:5])
                             + (", ..." if len(samples) > 5 else ""),
@@ -224,7 +244,12 @@ class Supervisor:
         self.again.append(job)
 
     def forget(self, slot: Slot) -> None:
-        slot.process.join()
+        slot.process.join(self.config.stop_s)
+        if slot.process.is_alive():
+            say(f"{slot.name} (process {slot.process.pid}) does not die: the kernel holds it, and perhaps its GPU")
+            multiprocessing.process._children.discard(
+                slot.process
+            )  # else the interpreter waits for it at exit, without end
         slot.pipe.close()
         slot.process, slot.pipe, slot.ready, slot.error = None, None, False, ""
         slot.jobs, slot.waiting = {}, 0
@@ -255,6 +280,10 @@ class Supervisor:
             if slot.process is not None and not slot.process.is_alive():
                 self.hear(slot)
         return [slot for slot in self.slots if slot.process is not None and slot.process.is_alive()]
+
+
+def num_jobs(slot: Slot) -> int:
+    return len(slot.jobs)
 
 
 def exit_reason(code: int | None) -> str:

@@ -38,6 +38,7 @@ class ExtractConfig:
     gpus_per_worker: int = 1  # more: they share out the target's heads (tensor parallel); rows differ by rounding
     max_restarts: int = 3  # of each worker; the same number of deaths condemns a shard
     hang_s: float = 900.0  # a worker with a shard in hand that says nothing for so long is killed
+    load_s: float = 3600.0  # a worker that takes longer to load the target is killed
     stop_s: float = 60.0  # after SIGTERM or Ctrl-C: so long to finish batches and write files, and so long to upload
     lease_s: float = 60.0  # a host without a sign of life for so long loses its claims to the others
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
@@ -52,7 +53,7 @@ class ExtractConfig:
                 want=">= 0, or null for one per visible GPU")  # fmt: skip
         require(self.gpus_per_worker >= 1, "extract.gpus_per_worker", got=self.gpus_per_worker, want=">= 1")
         require(self.max_restarts >= 0, "extract.max_restarts", got=self.max_restarts, want=">= 0")
-        for key in ("hang_s", "stop_s", "lease_s"):
+        for key in ("hang_s", "load_s", "stop_s", "lease_s"):
             require(vars(self)[key] > 0, f"extract.{key}", got=vars(self)[key], want="> 0")
         self.monitor.check()
 

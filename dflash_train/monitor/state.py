@@ -1,7 +1,7 @@
 """RunState: what a run says of itself, read by the page, the metrics endpoint and the terminal.
 
 One object per host, made by the process that supervises the workers; any thread may call any method. Plain Python, no
-I/O, and memory that does not grow with the run: a byte a shard, a deque of errors, a history of fixed size.
+I/O; memory grows by the id of each shard (ShardBar), all else has a fixed size.
 """
 
 import os

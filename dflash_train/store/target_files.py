@@ -8,6 +8,7 @@ target/files.json                 bytes and sha256 of each, written last: withou
 
 import hashlib
 import json
+import os
 import tempfile
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from safetensors.torch import save_file
 from dflash_train.records import TargetHead
 from dflash_train.store.base import ObjectStore
 from dflash_train.util.errors import UserError
-from dflash_train.util.io import sha256_file
+from dflash_train.util.io import free_bytes, human_bytes, sha256_file
 from dflash_train.util.provenance import canonical_json
 
 HEAD = "target_head.safetensors"
@@ -46,14 +47,20 @@ def write_target_files(
 ) -> None:
     """Store the head's tensors (as they are: dtype kept) and small `files` by name, then the index.
 
-    `staging_dir` holds the head's file for a moment (2.5-5 GB at 27B size).
+    `staging_dir` holds the head's file for a moment (2.5-5 GB at 27B size), in a folder that carries this process's id:
+    what a killed worker leaves goes with its other unfinished files. Raises UserError where it has no room.
     """
     index = {}
-    with tempfile.TemporaryDirectory(dir=staging_dir) as folder:
-        path = Path(folder, HEAD)
-        tensors = {"embedding": head.embedding, "final_norm": head.final_norm}
-        if head.head is not head.embedding:
-            tensors["head"] = head.head
+    tensors = {"embedding": head.embedding, "final_norm": head.final_norm}
+    if head.head is not head.embedding:
+        tensors["head"] = head.head
+    folder = tempfile.TemporaryDirectory(dir=staging_dir, prefix=".target-", suffix=f".{os.getpid()}.tmp")
+    with folder as name:
+        path = Path(name, HEAD)
+        need, free = sum(tensor.nbytes for tensor in tensors.values()), free_bytes(name)
+        if need > free:
+            raise UserError(name, got=f"{human_bytes(free)} free", want=f"{human_bytes(need)} for the target's head",
+                            fix="store.staging_dir=<another folder>")  # fmt: skip
         facts = {"final_norm_offset": head.final_norm_offset, "final_norm_eps": head.final_norm_eps}
         cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         try:

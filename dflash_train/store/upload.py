@@ -52,6 +52,7 @@ class Uploader:
         self.paused_s, self._started = 0.0, time.monotonic()
         self._pending: set[str] = set()
         self._in_a_hurry = False  # the run ends by an exception
+        self._closed = False  # nothing new is begun
         self._changed = threading.Condition()
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         # Daemons: a second signal during the drain ends the process, and `__exit__` has named what is missing.
@@ -67,9 +68,11 @@ class Uploader:
         self._in_a_hurry = kind is not None
         if kind is not None and self._pending:
             say(f"stopping ({kind.__name__}): uploading {len(self._pending)} staged shard(s) first")
+        asked = None
         try:
-            self.drain(self.exit_s if kind is SystemExit else None)
+            asked = self._drain_at_exit(kind)
         finally:
+            self._closed = True
             if self._pending or self.failed:
                 say(f"not uploaded: {', '.join(sorted(self._pending | self.failed.keys()))}")
             for _ in self._threads:
@@ -77,12 +80,33 @@ class Uploader:
             self._abort_unfinished()
         if kind is None:
             self.raise_failed()
+            if asked is not None:
+                raise asked
+
+    def _drain_at_exit(self, kind: type[BaseException] | None) -> BaseException | None:
+        """Upload what is left; returns what asked the run to end meanwhile. From then on exit_s bounds it."""
+        if kind is SystemExit:
+            self.drain(self.exit_s)
+            return None
+        while not self.drain(_TICK_S):
+            try:
+                self.stop_check()
+            except BaseException as asked:
+                self._in_a_hurry = True
+                self.drain(self.exit_s)
+                return asked
+        return None
 
     @property
     def pending(self) -> list[str]:
         """Ids of shards that were submitted and have no marker yet, sorted."""
         with self._changed:
             return sorted(self._pending)
+
+    @property
+    def is_behind(self) -> bool:
+        """What fills the folder waits for the store, or is not ours; else it is only room for shards to be captured."""
+        return bool(self._pending) or self.staged_bytes == 0
 
     @property
     def paused_share(self) -> float:
@@ -110,10 +134,7 @@ class Uploader:
             started = time.monotonic()
             say(f"staging: {human_bytes(self.staged_bytes)} of ours in {self.folder.parent}, {self.room}: "
                 "waiting for uploads")  # fmt: skip
-            try:
-                self._wait_for_room(num_bytes)
-            finally:
-                self.paused_s += time.monotonic() - started
+            self._wait_for_room(num_bytes)
             say(
                 f"staging: going on after {time.monotonic() - started:.0f} s, paused {self.paused_share:.0%} of the run"
             )
@@ -122,12 +143,14 @@ class Uploader:
     def _wait_for_room(self, num_bytes: int) -> None:
         progress_at, last = time.monotonic(), (self.staged_bytes, self.room.free())
         while not self._admits(num_bytes, LOW_WATER):
+            since, behind = time.monotonic(), self.is_behind
             with self._changed:
                 self._changed.wait(min(1.0, self.stall_s / 10))
+            self.paused_s += time.monotonic() - since if behind else 0.0
             self.raise_failed()
             self.stop_check()
             now = (self.staged_bytes, self.room.free())
-            if now[0] < last[0] or now[1] > last[1]:
+            if now[0] < last[0] or now[1] > last[1] or not behind:  # not while the target still loads
                 progress_at = time.monotonic()
             elif time.monotonic() - progress_at > self.stall_s:
                 raise UserError(
@@ -170,7 +193,7 @@ class Uploader:
             self._changed.notify_all()
 
     def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while (item := self._queue.get()) is not None and not self._closed:
             path, facts, num_bytes = item
             started = time.monotonic()
             try:
@@ -198,7 +221,7 @@ class Uploader:
                 return call()
             except (StoreUnavailable, ConnectionError, TimeoutError) as error:
                 attempts = min(self.attempts, ATTEMPTS_AT_EXIT) if self._in_a_hurry else self.attempts
-                if attempt >= attempts or self.failed:  # one shard has found out that the store stays away
+                if attempt >= attempts or self.failed or self._closed:  # one shard has found out, or it is too late
                     raise
                 pause = min(MAX_BACKOFF_S, self.backoff_s * 2 ** (attempt - 1)) * random.uniform(0.5, 1.5)
                 attempt += 1

@@ -5,11 +5,13 @@ import threading
 from collections.abc import Iterable, Iterator
 
 _TICK_S = 0.2
+_JOIN_S = 1.0
 
 
 class Ahead:
     """Items of `items`, at most `depth` of them made before they are asked for. What the iterator raises is raised in
-    the consumer, in its place; leaving the context ends the thread at its next item."""
+    the consumer, in its place; leaving the context ends the thread at its next item, and waits a moment for that: what
+    it does there (a claim in a store, say) should not come after what the consumer undoes next."""
 
     def __init__(self, items: Iterable, depth: int = 1):
         self._items, self._queue, self._closed = items, queue.Queue(depth), threading.Event()
@@ -22,6 +24,7 @@ class Ahead:
 
     def __exit__(self, *_) -> None:
         self._closed.set()
+        self._thread.join(_JOIN_S)
 
     def __iter__(self) -> Iterator:
         while not self.finished:

@@ -5,8 +5,10 @@ import hashlib
 import json
 import os
 import shutil
+import time
+import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dflash_train.util.errors import UserError
@@ -34,7 +36,8 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
     When another process finished first, its folder stays and ours goes.
     """
     folder = Path(folder)
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    # Not named by the process id alone: in a container it is the same again, and a killed run's folder may lie there.
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
     temporary.mkdir(parents=True)
     try:
         yield temporary
@@ -45,6 +48,20 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_unused(parent: str | Path, unfinished_s: float, finished_s: float) -> list[str]:
+    """Remove folders of `atomic_folder` in `parent` that nothing has touched for so long: what killed runs left
+    unfinished, and what has its name. Returns the names."""
+    removed = []
+    for folder in sorted(path for path in Path(parent).glob("*") if path.is_dir()):
+        unfinished = folder.name.startswith(".") and folder.name.endswith(".tmp")
+        with suppress(FileNotFoundError):  # another process removes it, too, or gives it its name
+            touched = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+            if time.time() - touched > (unfinished_s if unfinished else finished_s):
+                shutil.rmtree(folder, ignore_errors=True)
+                removed.append(folder.name)
+    return removed
 
 
 @contextmanager
