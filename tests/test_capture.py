@@ -19,7 +19,7 @@ from dflash_train import extract, regenerate
 from dflash_train.capture import serve
 from dflash_train.capture.supervisor import Supervisor, visible_gpus
 from dflash_train.capture.worker import Job
-from dflash_train.config import ExtractConfig, ExtractRun
+from dflash_train.config import ExtractConfig, ExtractRun, HardwareConfig
 from dflash_train.store import local
 from dflash_train.store.base import StoreUnavailable
 from dflash_train.store.shard import list_markers
@@ -259,7 +259,8 @@ def fake_desk(**changes) -> SimpleNamespace:
 
 def supervised(num_workers: int, target_files=lambda: None, **config) -> Supervisor:
     """One without processes, whose messages to workers are kept by name; its source has 100 jobs."""
-    order = SimpleNamespace(run=make_run(Path("nowhere")), staging_folder=Path("nowhere"))
+    run = SimpleNamespace(hardware=HardwareConfig(device="cpu", num_threads=1))
+    order = SimpleNamespace(run=run, staging_folder=Path("nowhere"))
     supervisor = Supervisor(order, fake_desk(), ExtractConfig(**config), ["0"] * num_workers, num_workers, target_files)
     jobs = iter([job(f"train-{i:05d}") for i in range(100)])
     supervisor.source = SimpleNamespace(finished=False, poll=lambda: next(jobs))
@@ -300,6 +301,14 @@ def test_a_message_that_is_cut_by_a_kill_is_a_death_and_no_error():
     theirs.close()
     supervisor.hear(slot)  # OSError: got end of file during message
     assert not slot.ready
+
+
+def test_a_condemned_shard_is_shown_as_failed():
+    supervisor, shown = supervised(1, max_restarts=0), []
+    supervisor.desk.state.shard = lambda *args: shown.append(args)
+    with pytest.raises(UserError, match="shard train-00000"):
+        supervisor.take_back(job("train-00000"), "killed by signal 9")
+    assert shown == [("train-00000", "failed")]
 
 
 def test_while_one_worker_runs_dry_for_a_dead_ones_job_the_others_go_on():

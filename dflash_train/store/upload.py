@@ -5,7 +5,6 @@ However a run ends (done, exception, SIGTERM), what was staged is uploaded or na
 """
 
 import queue
-import random
 import signal
 import threading
 import time
@@ -19,6 +18,7 @@ from dflash_train.store.staging import HIGH_WATER, LOW_WATER, Room
 from dflash_train.util.errors import UserError
 from dflash_train.util.io import human_bytes
 from dflash_train.util.log import say
+from dflash_train.util.retry import backoff_s
 
 MAX_BACKOFF_S = 60.0
 ATTEMPTS_AT_EXIT = 3
@@ -30,7 +30,7 @@ class Uploader:
 
     `on_done(marker, seconds)` and `on_retry(what, why)` are called from the upload threads. `stop_check()` is called
     while the producer waits and raises when the run was asked to end.
-    attempts: of each request, with pauses that grow from backoff_s to a minute (20: a quarter of an hour without a
+    attempts: of each request, with pauses that grow from backoff_s to a minute (24: a quarter of an hour without a
     network); a run that ends by an exception tries no more than 3 times. stall_s: how long a full staging folder may
     show no progress before the producer gets an error instead of waiting on; longer than the attempts take, whose error
     says more. paused_s: seconds the producer has waited here. exit_s: so long a run that was told to end (SystemExit)
@@ -38,7 +38,7 @@ class Uploader:
     """
 
     def __init__(
-        self, store: ObjectStore, folder: Path, *, threads: int = 4, attempts: int = 20, backoff_s: float = 1.0,
+        self, store: ObjectStore, folder: Path, *, threads: int = 4, attempts: int = 24, backoff_s: float = 1.0,
         stall_s: float = 1800.0, exit_s: float | None = None,
         on_done: Callable[[Marker, float], None] = lambda marker, seconds: None,
         on_retry: Callable[[str, str], None] = lambda what, why: None, stop_check: Callable[[], None] = lambda: None,
@@ -223,7 +223,7 @@ class Uploader:
                 attempts = min(self.attempts, ATTEMPTS_AT_EXIT) if self._in_a_hurry else self.attempts
                 if attempt >= attempts or self.failed or self._closed:  # one shard has found out, or it is too late
                     raise
-                pause = min(MAX_BACKOFF_S, self.backoff_s * 2 ** (attempt - 1)) * random.uniform(0.5, 1.5)
+                pause = backoff_s(attempt, self.backoff_s, MAX_BACKOFF_S)
                 attempt += 1
                 why = f"{error.got}" if isinstance(error, UserError) else str(error)
                 say(f"{what} failed ({why}); try {attempt} of {attempts} in {pause:.1f} s")
