@@ -216,3 +216,37 @@ def test_sweeping_removes_claims_and_records_and_nothing_else(store):
         store.put_bytes(key, b"{}")
     assert sweep_claims(store) == 2
     assert [key for key, _ in store.list()] == ["manifest.json", "markers/train-00000.json"]
+
+
+def test_a_record_without_a_process_and_a_clock_that_was_set_end_no_host(monkeypatch):
+    monkeypatch.undo()
+    me = hosts.this_process()
+    assert not hosts.process_is_gone({"machine": me["machine"]})
+    assert not hosts.process_is_gone(me | {"started": me["started"] + 1})
+
+
+def test_a_run_that_no_longer_says_it_is_alive_does_not_beat(store, monkeypatch):
+    monkeypatch.setattr(claims_module, "SILENCE_S", 0.0)
+    claims = Claims(store, lease_s=0.06)
+    claims.alive()
+    with claims:
+        claims._closing.wait(0.3)
+        counter = claims._counter
+        claims._closing.wait(0.1)
+        assert claims._counter == counter
+        claims.alive()
+        claims._closing.wait(0.05)
+        assert claims._counter > counter
+
+
+def test_a_store_that_refuses_at_the_end_does_not_hide_the_runs_own_error(store, monkeypatch):
+    def refuse(key):
+        raise PermissionError(key)
+
+    with pytest.raises(ZeroDivisionError), Claims(store, lease_s=60):
+        monkeypatch.setattr(store, "delete", refuse)
+        raise ZeroDivisionError
+
+
+def test_a_long_lease_beats_often_enough_for_whoever_judges_by_age(store):
+    assert Claims(store, lease_s=7200).beat_s == 60

@@ -34,6 +34,7 @@ class Group:
     markers: list[Marker | InvalidMarker]
     lines: dict[str, bytes]
     is_catalogued: bool
+    has_catalog: bool
 
 
 def marker_groups(store: ObjectStore, split: str | None = None, trust_catalog: bool = True) -> Iterator[Group]:
@@ -61,18 +62,27 @@ def marker_groups(store: ObjectStore, split: str | None = None, trust_catalog: b
                     return None
 
             markers, lines = [], {}
-            for (key, _), content in zip(listed, pool.map(read, listed)):
+            for key_size, content in zip(listed, pool.map(read, listed)):
+                key = key_size[0]
                 if content is not None:
-                    markers.append(_judge(key, content, sizes))
+                    marker = _judge(key, content, sizes)
+                    if isinstance(marker, InvalidMarker) and trust_catalog and known.get(key) is content:
+                        content = (
+                            read(key_size, {}) or content
+                        )  # the shard may have been made anew since it was catalogued
+                        marker = _judge(key, content, sizes)
+                    markers.append(marker)
                     if isinstance(markers[-1], Marker):
                         lines[key] = content
-            yield Group(name, markers, lines, known == lines)
+            yield Group(name, markers, lines, known == lines, name in catalogued)
 
 
 def write_catalog(store: ObjectStore, group: Group) -> None:
     """Bring a group's catalogue up to date, where it has one or is large enough for one."""
     if not group.is_catalogued and len(group.lines) >= SMALLEST:
         store.put_bytes(group.name, b"".join(line + b"\n" for line in group.lines.values()))
+    elif not group.is_catalogued and group.has_catalog:
+        store.delete(group.name)  # a stale line must not stand for what is written next
 
 
 @dataclass

@@ -24,8 +24,11 @@ from dflash_train.util.log import say
 from dflash_train.util.provenance import canonical_json, stable_hash
 
 BEATS_PER_LEASE = 6
+MAX_BEAT_S = 60.0
+"""Whoever judges by a record's age (verify, clean) must see it change, however long the lease is."""
 PATIENCE_S = 600.0
 """How long a store that does not answer keeps a host from claiming before the host gives up."""
+SILENCE_S = 120.0
 FEW = 100
 """So many markers are asked for one by one; of more, all of them are listed, a thousand a request."""
 _CLAIM = re.compile(r"claims/(.+)-(\d+)\.json")
@@ -58,13 +61,14 @@ class Claims:
     def __init__(self, store: ObjectStore, lease_s: float, stop_check: Callable[[], None] = lambda: None):
         self.store, self.lease_s, self.stop_check = store, lease_s, stop_check
         self.host = f"{re.sub(r'[^A-Za-z0-9]+', '-', socket.gethostname())}-{uuid.uuid4().hex[:8]}"
-        self.hosts, self.beat_s = Hosts(store, lease_s), lease_s / BEATS_PER_LEASE
+        self.hosts, self.beat_s = Hosts(store, lease_s), min(lease_s / BEATS_PER_LEASE, MAX_BEAT_S)
         self._mine: dict[str, Claim] = {}
         self._others: dict[str, int] = {}  # shard id -> the highest generation that another host has claimed
         self._owners: dict[tuple[str, int], str] = {}
         self._done: set[str] = set()  # shards with a marker, as far as this host knows
         self._finished: set[str] = set()  # own shards with a marker, whose claims are still to be deleted
         self._counter, self._refreshed, self._said = 0, float("-inf"), ""
+        self._alive = float("inf")  # when the run last said that it goes on; until it first does, it need not
         self._closing, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._keep_beating, daemon=True, name="heartbeat")
 
@@ -79,8 +83,8 @@ class Claims:
         try:
             self._drop(set(self._mine))
             self.store.delete(host_key(self.host))
-        except StoreUnavailable as error:
-            say(f"claims of {self.host} are left in the store ({error.got}); they lapse in {self.lease_s:.0f} s")
+        except (UserError, OSError) as error:  # must not replace the error that ended the run
+            say(f"claims of {self.host} are left in the store ({error}); they lapse in {self.lease_s:.0f} s")
 
     def take(self, shards: list[ShardPlan], on_elsewhere: Callable[[ShardPlan], None]) -> Iterator[ShardPlan]:
         """Claim shards one after the other and yield those without a marker; a shard that others have finished goes to
@@ -112,6 +116,11 @@ class Claims:
         """Its marker is written. The claim goes with the next heartbeat: no upload waits for that."""
         with self._lock:
             self._finished.add(shard_id)
+
+    def alive(self) -> None:
+        """The run goes on. Once called, the heart beats only within max(lease_s, SILENCE_S) seconds of the last call: a
+        run that hangs must not keep its shards from the others."""
+        self._alive = monotonic()
 
     # ------------------------------------------------------------ claiming
 
@@ -151,6 +160,7 @@ class Claims:
             if match and match[1] not in self._mine:
                 others[match[1]] = max(others.get(match[1], 0), int(match[2]))
         self._others = others
+        self._owners.clear()  # a generation that was given up may be another's by now
         # The markers after the claims, as in _claim.
         if left is not None and len(left) <= FEW:
             self._done |= {shard_id for shard_id in left if self._ask(self.store.size, _marker(shard_id)) is not None}
@@ -206,6 +216,8 @@ class Claims:
     def _keep_beating(self) -> None:
         said = False
         while not self._closing.wait(self.beat_s):
+            if monotonic() - self._alive > max(self.lease_s, SILENCE_S):
+                continue
             try:
                 self._beat()
                 with self._lock:

@@ -41,10 +41,7 @@ def clean_store(store: ObjectStore, yes: bool = False, ask: Callable[[str], str]
     """
     contents = store_contents(store)
     show(store, contents)
-    living = living_hosts(store)
-    if living:
-        raise UserError(store.url, got=f"{living[0]} was just written: somebody extracts into it",
-                        want="a store that nobody works on", fix="stop that run, or wait some minutes")  # fmt: skip
+    _refuse_living(store)
     name = Path(store.url).name
     if not yes and ask is input and not sys.stdin.isatty():
         raise UserError(
@@ -53,10 +50,18 @@ def clean_store(store: ObjectStore, yes: bool = False, ask: Callable[[str], str]
     if not yes and ask(f"type {name} to delete these objects for good: ").strip() != name:
         say("clean: nothing was deleted")
         return 1
+    _refuse_living(store)  # the answer may have taken its time
     delete(store, contents)
     say(f"clean: deleted {sum(map(len, contents.own.values())):,} objects, "
         f"{human_bytes(sum(contents.own_bytes.values()))}, from {store.url}")  # fmt: skip
     return 0
+
+
+def _refuse_living(store: ObjectStore) -> None:
+    living = living_hosts(store)
+    if living:
+        raise UserError(store.url, got=f"{living[0]} was just written: somebody extracts into it",
+                        want="a store that nobody works on", fix="stop that run, or wait some minutes")  # fmt: skip
 
 
 def store_contents(store: ObjectStore) -> Contents:

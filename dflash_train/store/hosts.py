@@ -16,6 +16,8 @@ import psutil
 from dflash_train.store.base import ObjectStore
 
 ALIVE = "alive"
+CLOCK_S = 3.0
+"""A process's start is told by the wall clock, which is set now and then."""
 
 
 class Hosts:
@@ -57,11 +59,11 @@ def this_process() -> dict:
 
 def process_is_gone(record: dict) -> bool:
     """The record's process ran on this very machine and has ended: no lease need run out for it."""
-    if record.get("machine") != _machine():
+    if record.get("machine") != _machine() or not {"pid", "started"} <= record.keys():
         return False
     try:
         process = psutil.Process(record["pid"])
-        return process.create_time() != record["started"] or process.status() == psutil.STATUS_ZOMBIE
+        return abs(process.create_time() - record["started"]) > CLOCK_S or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from dflash_train.records import HiddenShard
-from dflash_train.store.base import ObjectStore
-from dflash_train.store.catalog import marker_groups, write_catalog
+from dflash_train.store.base import ObjectStore, StoreUnavailable
+from dflash_train.store.catalog import Group, marker_groups, write_catalog
 from dflash_train.store.fp8 import E4M3, scale_problems
 from dflash_train.store.gather import DTYPES
 from dflash_train.store.hosts import process_is_gone, read_record
@@ -78,6 +78,7 @@ def verify_store(store: ObjectStore, folder: str | Path, threads: int | None = N
     marker is not written yet looks like an orphan. So are leftovers of runs that ended more than a day ago.
     """
     report, manifest = Report(), read_manifest(store)
+    report.living = living_hosts(store) if sweep else []  # and again at the end: a host may come or go meanwhile
     objects = store.list("shards/")  # before the markers: what gets its marker meanwhile is no orphan
     threads = threads or _threads(objects)
     progress = Progress("verify", len(store.list("markers/")), "shards")
@@ -91,8 +92,8 @@ def verify_store(store: ObjectStore, folder: str | Path, threads: int | None = N
                 _count(report, marker, samples, progress)
                 report.problems += problems
                 if problems and reopen:
-                    _reopen(store, marker, group.lines, report)
-            if sweep:
+                    _reopen(store, marker, group, report)
+            if sweep or reopen:
                 write_catalog(store, group)
     progress.close()
     report.problems += _missing(manifest, invalid | named.keys()) + _twice(store, samples) + check_target_files(store)
@@ -100,7 +101,15 @@ def verify_store(store: ObjectStore, folder: str | Path, threads: int | None = N
         # What an invalid marker names is evidence until the marker is gone.
         judged = lambda shard_id: shard_id not in invalid or shard_id in report.reopened
         keys = [(key, Path(key).name.rpartition("-")[0]) for key, _ in objects]
-        _sweep(store, [key for key, shard_id in keys if named.get(shard_id) != key and judged(shard_id)], report)
+        _sweep(
+            store,
+            [
+                key
+                for key, shard_id in keys
+                if (named.get(shard_id) != key or shard_id in report.reopened) and judged(shard_id)
+            ],
+            report,
+        )
     return report
 
 
@@ -119,16 +128,17 @@ def _count(report: Report, marker: Marker | InvalidMarker, samples: array, progr
     progress.update(1, MB=marker.bytes / 1e6 if isinstance(marker, Marker) else 0)
 
 
-def _reopen(store: ObjectStore, marker: Marker | InvalidMarker, lines: dict[str, bytes], report: Report) -> None:
+def _reopen(store: ObjectStore, marker: Marker | InvalidMarker, group: Group, report: Report) -> None:
     """Remove a bad shard's marker, and its line from what will be catalogued."""
     key = marker.key if isinstance(marker, InvalidMarker) else marker_key(marker.shard_id)
-    content = marker.content if isinstance(marker, InvalidMarker) else lines.pop(key)
+    content = marker.content if isinstance(marker, InvalidMarker) else group.lines.pop(key)
     if remove_marker(store, key, content):
+        group.is_catalogued = False
         report.reopened.append(Path(key).stem)
 
 
 def _sweep(store: ObjectStore, orphans: list[str], report: Report) -> None:
-    report.living = living_hosts(store)
+    report.living = report.living or living_hosts(store)
     if report.living:
         return
     report.orphans = orphans
@@ -158,6 +168,8 @@ def shard_problems(store: ObjectStore, marker: Marker, manifest: dict, folder: s
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         try:
             shard = read_shard(fetch_shard(store, marker, temporary), f"{store.url}/{marker.key}")
+        except StoreUnavailable:  # says nothing about the shard
+            raise
         except UserError as error:
             return [f"{marker.key}: {error.got}"]
         return [f"{marker.key}: {problem}" for problem in content_problems(shard, marker, manifest)]
