@@ -225,20 +225,6 @@ def test_a_record_without_a_process_and_a_clock_that_was_set_end_no_host(monkeyp
     assert not hosts.process_is_gone(me | {"started": me["started"] + 1})
 
 
-def test_a_run_that_no_longer_says_it_is_alive_does_not_beat(store, monkeypatch):
-    monkeypatch.setattr(claims_module, "SILENCE_S", 0.0)
-    claims = Claims(store, lease_s=0.06)
-    claims.alive()
-    with claims:
-        claims._closing.wait(0.3)
-        counter = claims._counter
-        claims._closing.wait(0.1)
-        assert claims._counter == counter
-        claims.alive()
-        claims._closing.wait(0.05)
-        assert claims._counter > counter
-
-
 def test_a_store_that_refuses_at_the_end_does_not_hide_the_runs_own_error(store, monkeypatch):
     def refuse(key):
         raise PermissionError(key)

@@ -16,6 +16,7 @@ from dflash_train.config import ExtractConfig
 from dflash_train.records import TargetHead
 from dflash_train.store import catalog, local, verify
 from dflash_train.store import shard as shards
+from dflash_train.store.base import StoreUnavailable
 from dflash_train.store.clean import clean_store, store_contents
 from dflash_train.store.local import LocalStore
 from dflash_train.store.resume import is_complete, missing_shards
@@ -91,6 +92,60 @@ def test_bad_shards_lose_their_markers_when_asked_and_the_next_run_redoes_just_t
     for i in (1, 2, 4):
         publish(store, tmp_path, f"train-{i:05d}", make_shard(seed=i, prefix=f"t{i}-"))
     assert verify_store(store, tmp_path).problems == [] and shards.list_markers(store) == markers
+
+
+def other_content(folder: Path, store: LocalStore, number: int) -> str:
+    """Publish shard `number` anew with other bytes of the same size; returns its key."""
+    return publish(store, folder, f"train-{number:05d}", make_shard(seed=100 + number, prefix=f"t{number}-")).key
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_reopened_shard_that_was_redone_is_the_one_that_counts(tmp_path, monkeypatch, groups):
+    """A catalogue written before knows a marker of the same length: neither it nor the bad object comes back."""
+    monkeypatch.setattr(catalog, "SMALLEST", groups)
+    store = filled(tmp_path, 3)
+    catalog.tally(store, update_catalog=True)
+    bad = shards.list_markers(store)[1]
+    flip(store, bad.key)
+    report = verify_store(store, tmp_path, reopen=True)
+    assert report.reopened == ["train-00001"] and store.size(bad.key) is None
+    key = other_content(tmp_path, store, 1)
+    assert key != bad.key
+    assert [marker.key for marker in shards.list_markers(store)][1] == key
+    assert verify_store(store, tmp_path).problems == []
+
+
+def test_a_lost_object_that_was_redone_is_counted_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(catalog, "SMALLEST", 1)
+    store = filled(tmp_path, 3)
+    catalog.tally(store, update_catalog=True)
+    store.delete(shards.list_markers(store)[1].key)
+    assert [plan.shard_id for plan in missing_shards(store, plans(3))] == ["train-00001"]
+    other_content(tmp_path, store, 1)
+    assert catalog.tally(store, update_catalog=True).num_shards == 3
+
+
+def test_an_object_whose_marker_comes_during_the_sweep_stays(tmp_path, monkeypatch):
+    store = filled(tmp_path, 3)
+    late = shards.list_markers(store)[2]
+    content = store.get_bytes("markers/train-00002.json")
+    store.delete("markers/train-00002.json")
+    mark = lambda store: [] if store.put_bytes("markers/train-00002.json", content) else None
+    monkeypatch.setattr(verify, "check_target_files", mark)
+    report = verify_store(store, tmp_path)
+    assert report.living == [] and report.orphans == [] and store.size(late.key) == late.bytes
+
+
+def test_a_store_that_stays_away_condemns_no_shard(tmp_path, monkeypatch):
+    store = filled(tmp_path, 2)
+
+    def away(key, path):
+        raise StoreUnavailable("store", got="ConnectTimeoutError", want="an answer")
+
+    monkeypatch.setattr(store, "get_file", away)
+    with pytest.raises(StoreUnavailable):
+        verify_store(store, tmp_path, reopen=True)
+    assert len(shards.list_markers(store)) == 2
 
 
 def test_a_marker_that_was_repaired_meanwhile_is_not_removed(tmp_path, monkeypatch):

@@ -27,8 +27,8 @@ THREADS = 32
 
 @dataclass
 class Group:
-    """Markers of up to GROUP neighbouring shards. lines: the valid ones as they were read, by key; is_catalogued: the
-    catalogue says exactly that."""
+    """Markers of up to GROUP neighbouring shards. lines: the valid ones as they were read, by key; has_catalog: there
+    is a catalogue; is_catalogued: it says exactly that."""
 
     name: str
     markers: list[Marker | InvalidMarker]
@@ -52,26 +52,27 @@ def marker_groups(store: ObjectStore, split: str | None = None, trust_catalog: b
         for name, listed in groups.items():
             known = _read_catalog(store, name) if name in catalogued else {}
 
-            def read(entry: tuple[str, int], known: dict[str, bytes] = known) -> bytes | None:
-                key, size = entry
-                if trust_catalog and len(known.get(key, b"")) == size:
-                    return known[key]
+            def ask(key: str) -> bytes | None:
                 try:
                     return store.get_bytes(key)
                 except KeyError:  # removed since it was listed
                     return None
 
+            def read(entry: tuple[str, int], known: dict[str, bytes] = known) -> tuple[str, bytes | None]:
+                key, size = entry
+                content = known[key] if trust_catalog and len(known.get(key, b"")) == size else ask(key)
+                if (
+                    content is not None
+                    and content == known.get(key)
+                    and isinstance(_judge(key, content, sizes), InvalidMarker)
+                ):
+                    content = ask(key)  # the shard may have been made anew since it was catalogued
+                return key, content
+
             markers, lines = [], {}
-            for key_size, content in zip(listed, pool.map(read, listed)):
-                key = key_size[0]
+            for key, content in pool.map(read, listed):
                 if content is not None:
-                    marker = _judge(key, content, sizes)
-                    if isinstance(marker, InvalidMarker) and trust_catalog and known.get(key) is content:
-                        content = (
-                            read(key_size, {}) or content
-                        )  # the shard may have been made anew since it was catalogued
-                        marker = _judge(key, content, sizes)
-                    markers.append(marker)
+                    markers.append(_judge(key, content, sizes))
                     if isinstance(markers[-1], Marker):
                         lines[key] = content
             yield Group(name, markers, lines, known == lines, name in catalogued)

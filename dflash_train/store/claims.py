@@ -28,7 +28,6 @@ MAX_BEAT_S = 60.0
 """Whoever judges by a record's age (verify, clean) must see it change, however long the lease is."""
 PATIENCE_S = 600.0
 """How long a store that does not answer keeps a host from claiming before the host gives up."""
-SILENCE_S = 120.0
 FEW = 100
 """So many markers are asked for one by one; of more, all of them are listed, a thousand a request."""
 _CLAIM = re.compile(r"claims/(.+)-(\d+)\.json")
@@ -68,7 +67,6 @@ class Claims:
         self._done: set[str] = set()  # shards with a marker, as far as this host knows
         self._finished: set[str] = set()  # own shards with a marker, whose claims are still to be deleted
         self._counter, self._refreshed, self._said = 0, float("-inf"), ""
-        self._alive = float("inf")  # when the run last said that it goes on; until it first does, it need not
         self._closing, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._keep_beating, daemon=True, name="heartbeat")
 
@@ -116,11 +114,6 @@ class Claims:
         """Its marker is written. The claim goes with the next heartbeat: no upload waits for that."""
         with self._lock:
             self._finished.add(shard_id)
-
-    def alive(self) -> None:
-        """The run goes on. Once called, the heart beats only within max(lease_s, SILENCE_S) seconds of the last call: a
-        run that hangs must not keep its shards from the others."""
-        self._alive = monotonic()
 
     # ------------------------------------------------------------ claiming
 
@@ -216,8 +209,6 @@ class Claims:
     def _keep_beating(self) -> None:
         said = False
         while not self._closing.wait(self.beat_s):
-            if monotonic() - self._alive > max(self.lease_s, SILENCE_S):
-                continue
             try:
                 self._beat()
                 with self._lock:

@@ -134,7 +134,7 @@ def _check_rows(shard: HiddenShard, name: str, num_tokens: int) -> None:
     if scaled:
         layers, width = shard.hidden_scale.shape[1], shard.hidden.shape[1]
         _require(layers > 0 and width % layers == 0, name, f"{layers} scales for {width} columns", "one a layer")
-        bad = int((~(shard.hidden_scale > 0)).any(1).sum())
+        bad = int((shard.hidden_scale <= 0).any(1).sum())  # one that is no number is found below, with its sample
         _require(bad == 0, name, f"{bad} rows with a hidden_scale that is not positive", "amax / 448, or 1")
 
 

@@ -100,16 +100,10 @@ def verify_store(store: ObjectStore, folder: str | Path, threads: int | None = N
     if sweep:
         # What an invalid marker names is evidence until the marker is gone.
         judged = lambda shard_id: shard_id not in invalid or shard_id in report.reopened
+        stays = lambda key, shard_id: named.get(shard_id) == key and shard_id not in report.reopened
         keys = [(key, Path(key).name.rpartition("-")[0]) for key, _ in objects]
-        _sweep(
-            store,
-            [
-                key
-                for key, shard_id in keys
-                if (named.get(shard_id) != key or shard_id in report.reopened) and judged(shard_id)
-            ],
-            report,
-        )
+        orphans = [key for key, shard_id in keys if not stays(key, shard_id) and judged(shard_id)]
+        _sweep(store, [key for key in orphans if not _is_named(store, key)], report)
     return report
 
 
@@ -135,6 +129,14 @@ def _reopen(store: ObjectStore, marker: Marker | InvalidMarker, group: Group, re
     if remove_marker(store, key, content):
         group.is_catalogued = False
         report.reopened.append(Path(key).stem)
+
+
+def _is_named(store: ObjectStore, key: str) -> bool:
+    """A marker names this object now: it may have been written after the markers were listed."""
+    try:
+        return key.encode() in store.get_bytes(marker_key(Path(key).name.rpartition("-")[0]))
+    except KeyError:
+        return False
 
 
 def _sweep(store: ObjectStore, orphans: list[str], report: Report) -> None:
