@@ -247,9 +247,8 @@ class Supervisor:
         slot.process.join(self.config.stop_s)
         if slot.process.is_alive():
             say(f"{slot.name} (process {slot.process.pid}) does not die: the kernel holds it, and perhaps its GPU")
-            multiprocessing.process._children.discard(
-                slot.process
-            )  # else the interpreter waits for it at exit, without end
+            # Else the interpreter waits for it at its exit, without end.
+            multiprocessing.process._children.discard(slot.process)
         slot.pipe.close()
         slot.process, slot.pipe, slot.ready, slot.error = None, None, False, ""
         slot.jobs, slot.waiting = {}, 0
