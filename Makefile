@@ -26,8 +26,8 @@ $(STAMP): pyproject.toml cpu-constraints.txt launch/pick_torch.sh launch/setup.s
 demo: $(STAMP)
 	@$(BIN)/python launch/demo.py
 
-# A file's tests share fixtures, so they stay together; a process takes about a GB.
-PARALLEL := -n auto --maxprocesses 4 --dist loadfile
+# A file's tests share fixtures, so they stay together, in the order of tests/conftest.py; a process takes about a GB.
+PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL)
