@@ -197,3 +197,11 @@ def main(port: int) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]))
+
+
+def run_of(steps: int) -> SimulatedRun:
+    """A run after so many steps."""
+    run = SimulatedRun()
+    for _ in range(steps):
+        run.step()
+    return run

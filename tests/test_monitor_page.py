@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
-from helpers_monitor import SimulatedRun, hostile_state
+from helpers_monitor import SimulatedRun, hostile_state, run_of
 
 from dflash_train.monitor import app as app_module
 from dflash_train.monitor.app import Monitor, listen
@@ -29,10 +29,7 @@ def said(monkeypatch) -> list[str]:
 
 @pytest.fixture(scope="module")
 def run() -> SimulatedRun:
-    run = SimulatedRun()
-    for _ in range(120):
-        run.step()
-    return run
+    return run_of(120)
 
 
 def get(url: str, **headers: str) -> tuple[int, dict, bytes]:

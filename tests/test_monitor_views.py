@@ -10,7 +10,7 @@ import urllib.request
 from contextlib import nullcontext
 
 import pytest
-from helpers_monitor import HOSTILE, SimulatedRun, hostile_state, parse_metrics
+from helpers_monitor import HOSTILE, SimulatedRun, hostile_state, parse_metrics, run_of
 from rich.console import Console
 
 from dflash_train.monitor import app, gpus
@@ -22,10 +22,7 @@ from dflash_train.monitor.watch import watch
 
 @pytest.fixture(scope="module")
 def run() -> SimulatedRun:
-    run = SimulatedRun()
-    for _ in range(120):
-        run.step()
-    return run
+    return run_of(120)
 
 
 # ---------------------------------------------------------------- Prometheus

@@ -24,6 +24,24 @@ def count_rendered(monkeypatch) -> list[int]:
     return rows
 
 
+def answer_until(run, monkeypatch, stop) -> list[int]:
+    """Answers of `run`, killed before the first batch for which `stop(done)` holds -> prompts of each batch done."""
+    real, done = hf.HFTarget.answer, []
+    run.target.canary = False  # it answers, too
+
+    def killed(self, prompts, **settings):
+        if stop(done):
+            raise KeyboardInterrupt
+        done.append(len(prompts))
+        return real(self, prompts, **settings)
+
+    monkeypatch.setattr(hf.HFTarget, "answer", killed)
+    with pytest.raises(KeyboardInterrupt):
+        regenerate.ensure_answers(run)
+    monkeypatch.setattr(hf.HFTarget, "answer", real)
+    return done
+
+
 def test_batches_are_a_function_of_the_prompts_alone():
     sampled, greedy = rules.Sampling(0.7, 0.8, 20), rules.GREEDY
     prompts = [rules.Prompt(i, [1] * (i * 37 % 19 + 1), greedy if i % 4 == 0 else sampled) for i in range(50)]
@@ -41,20 +59,9 @@ def test_batches_are_a_function_of_the_prompts_alone():
 def test_a_killed_run_resumes_losing_one_batch_at_most_and_repeats_nothing_stored(tmp_path, monkeypatch):
     whole = make_run(tmp_path / "whole")
     regenerate.ensure_answers(whole)
-    run, real, done = make_run(tmp_path / "killed"), hf.HFTarget.answer, []
-    run.target.canary = False  # it answers, too
-
-    def killed(self, prompts, **settings):
-        if len(done) == 2:
-            raise KeyboardInterrupt
-        done.append(len(prompts))
-        return real(self, prompts, **settings)
-
-    monkeypatch.setattr(hf.HFTarget, "answer", killed)
-    with pytest.raises(KeyboardInterrupt):
-        regenerate.ensure_answers(run)
+    run = make_run(tmp_path / "killed")
+    done = answer_until(run, monkeypatch, lambda done: len(done) == 2)
     assert not (run.answers_dir / "manifest.json").exists() and not (run.answers_dir / "samples.jsonl").exists()
-    monkeypatch.setattr(hf.HFTarget, "answer", real)
     calls = count_answers(monkeypatch)
     regenerate.ensure_answers(run)
     assert sum(done) + sum(calls) == 15 and len(done) == 2
@@ -81,20 +88,9 @@ def test_a_killed_run_of_several_windows_gives_the_same_answers_and_renders_no_f
     """Sampled answers: what is drawn depends on the batch, so the batches must be the same ones."""
     monkeypatch.setattr(batched, "WINDOW_BATCHES", 2)
     sizes = {"num_train": 30, "greedy_share": 0.2}
-    whole, run, real = make_run(tmp_path / "whole", **sizes), make_run(tmp_path / "killed", **sizes), hf.HFTarget.answer
+    whole, run = make_run(tmp_path / "whole", **sizes), make_run(tmp_path / "killed", **sizes)
     regenerate.ensure_answers(whole)
-    run.target.canary, done = False, []
-
-    def killed(self, prompts, **settings):
-        if sum(done) >= 18:
-            raise KeyboardInterrupt
-        done.append(len(prompts))
-        return real(self, prompts, **settings)
-
-    monkeypatch.setattr(hf.HFTarget, "answer", killed)
-    with pytest.raises(KeyboardInterrupt):
-        regenerate.ensure_answers(run)
-    monkeypatch.setattr(hf.HFTarget, "answer", real)
+    done = answer_until(run, monkeypatch, lambda done: sum(done) >= 18)
     rendered, calls = count_rendered(monkeypatch), count_answers(monkeypatch)
     regenerate.ensure_answers(run)
     assert min(rendered) == 16 and sum(done) + sum(calls) == 32

@@ -18,6 +18,7 @@ from time import monotonic
 
 from dflash_train.store.base import ObjectStore, StoreUnavailable
 from dflash_train.store.hosts import ALIVE, Hosts, host_key, read_record, this_process
+from dflash_train.store.markers import marker_key
 from dflash_train.store.slices import ShardPlan
 from dflash_train.util.errors import UserError
 from dflash_train.util.log import say
@@ -127,7 +128,7 @@ class Claims:
             with self._lock:
                 self._mine[shard_id] = claim
             # After the claim: whoever had it before wrote the marker before giving the claim up.
-            if self._ask(self.store.size, _marker(shard_id)) is None:
+            if self._ask(self.store.size, marker_key(shard_id)) is None:
                 return True
             self._done.add(shard_id)
             self._drop({shard_id})
@@ -156,7 +157,9 @@ class Claims:
         self._owners.clear()  # a generation that was given up may be another's by now
         # The markers after the claims, as in _claim.
         if left is not None and len(left) <= FEW:
-            self._done |= {shard_id for shard_id in left if self._ask(self.store.size, _marker(shard_id)) is not None}
+            self._done |= {
+                shard_id for shard_id in left if self._ask(self.store.size, marker_key(shard_id)) is not None
+            }
         else:
             self._done |= {Path(key).stem for key, _ in self._ask(self.store.list, "markers/")}
         self._refreshed = monotonic()
@@ -234,10 +237,6 @@ class Claims:
                 self.store.delete(Claim(claim.shard_id, generation, self.host).key)
             with self._lock:
                 self._mine.pop(claim.shard_id, None)
-
-
-def _marker(shard_id: str) -> str:
-    return f"markers/{shard_id}.json"
 
 
 def sweep_claims(store: ObjectStore) -> int:
