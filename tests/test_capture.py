@@ -1,5 +1,6 @@
 """Worker processes on a CPU: what they make, and what becomes of it when they, or the supervisor, are killed."""
 
+import json
 import os
 import re
 import signal
@@ -191,6 +192,32 @@ def test_a_worker_that_says_nothing_is_replaced(tmp_path, monkeypatch, capfd, al
     assert extract.main(run) is None
     assert contents(run) == alone and not psutil.pid_exists(stopped[0])
     assert "(extract.hang_s)" in capfd.readouterr().out
+
+
+def test_a_stopped_worker_whose_pipe_is_full_is_killed_and_its_shards_are_made_by_another(tmp_path, monkeypatch, capfd):
+    """SIGSTOP before a job that is larger than the kernel's buffer: whoever sent it would wait without end, whatever
+    extract.hang_s says. Nothing is lost, nothing twice."""
+    run, stopped = make_run(tmp_path, extract__num_workers=2, extract__hang_s=1.0), []
+    for path in run.answers_dir.glob("*.jsonl"):  # every sample with an id of 300 KB
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(row | {"id": row["id"].ljust(300_000, "x")}) + "\n" for row in rows))
+    give = Supervisor.give
+
+    def stop_first(self, slot, job):
+        if slot.name == "worker 1" and not stopped:
+            os.kill(slot.process.pid, signal.SIGSTOP)
+            stopped.append(slot.process.pid)
+        give(self, slot, job)
+
+    start_together(monkeypatch)
+    monkeypatch.setattr(Supervisor, "give", stop_first)
+    started = time.monotonic()
+    assert extract.main(run) is None
+    assert time.monotonic() - started < 60 and not psutil.pid_exists(stopped[0]) and no_process_is_left()
+    out = capfd.readouterr().out
+    assert re.search(r"worker 1 died: it said nothing for \d s \(extract.hang_s\); to be done again: train-", out)
+    samples = [i for marker in list_markers(local.open_store(run.store, run.store_name)) for i in marker.sample_ids]
+    assert len(samples) == len(set(samples)) == 10 and {len(sample_id) for sample_id in samples} == {300_000}
 
 
 def test_a_worker_that_hangs_while_it_loads_is_replaced(tmp_path, monkeypatch, capfd, alone):

@@ -2,13 +2,20 @@
 
 import multiprocessing
 import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from dflash_train.capture import serve
+from dflash_train.capture import supervisor as supervisor_module
+from dflash_train.capture.line import Line
 from dflash_train.capture.supervisor import Supervisor
 from dflash_train.capture.worker import Job
 from dflash_train.config import ExtractConfig, HardwareConfig
@@ -51,7 +58,7 @@ def supervised(num_workers: int, target_files=lambda: None, **config) -> Supervi
     supervisor.sent = {slot.name: [] for slot in supervisor.slots}
     supervisor.send = lambda slot, message: supervisor.sent[slot.name].append(message.shard.shard_id)
     for slot in supervisor.slots:
-        slot.process, slot.pipe = FakeProcess(True), SimpleNamespace(close=lambda: None, poll=lambda: False)
+        slot.process, slot.line = FakeProcess(True), SimpleNamespace(close=lambda: None, heard=list, last_words=list)
     return supervisor
 
 
@@ -77,14 +84,67 @@ def test_a_worker_that_even_a_kill_does_not_end_is_named_and_left(tmp_path, capf
     assert "does not die" in out and "(extract.hang_s)" in out
 
 
-def test_a_message_that_is_cut_by_a_kill_is_a_death_and_no_error():
-    supervisor = supervised(1)
-    (slot,) = supervisor.slots
-    slot.pipe, theirs = multiprocessing.Pipe()
+@pytest.fixture
+def line() -> Iterator[tuple[Line, Connection]]:
+    """A line, and the worker's end of its pipe."""
+    ours, theirs = multiprocessing.Pipe()
+    line = Line(ours, threading.Event())
+    yield line, theirs
+    theirs.close()
+    line.close()
+    assert ours.closed, "its threads have ended"
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_message_that_is_cut_by_a_kill_is_a_death_and_no_error(line):
+    line, theirs = line
+    theirs.send("whole")
     os.write(theirs.fileno(), (1000).to_bytes(4, "big") + b"half")
     theirs.close()
-    supervisor.hear(slot)  # OSError: got end of file during message
-    assert not slot.ready
+    assert list(line.last_words()) == ["whole"]
+
+
+def test_a_worker_that_stops_in_the_middle_of_a_message_is_not_waited_for(line):
+    """What it said before is heard at once, and the message when the rest of it has come."""
+    line, theirs = line
+    message = pickle.dumps("late")
+    theirs.send("early")
+    os.write(theirs.fileno(), len(message).to_bytes(4, "big") + message[:3])
+    heard = []
+    wait_for(lambda: heard.extend(line.heard()) or heard)
+    started = time.monotonic()
+    assert heard == ["early"] and list(line.heard()) == [] and time.monotonic() - started < 1
+    os.write(theirs.fileno(), message[3:])
+    wait_for(lambda: heard.extend(line.heard()) or len(heard) == 2)
+    assert heard == ["early", "late"]
+
+
+def test_a_message_larger_than_the_pipe_is_sent_without_waiting_for_its_reader(line):
+    line, theirs = line
+    started, large = time.monotonic(), [b"x" * 10**7, "next"]
+    for message in large:
+        line.send(message)
+    assert time.monotonic() - started < 1
+    assert [theirs.recv(), theirs.recv()] == large
+
+
+def test_news_is_told_of_messages_and_of_the_end():
+    ours, theirs = multiprocessing.Pipe()
+    line = Line(ours, news := threading.Event())
+    assert not news.is_set()
+    theirs.send(1)
+    assert news.wait(20) and list(line.heard()) == [1]
+    news.clear()
+    theirs.close()
+    assert news.wait(20) and list(line.last_words()) == []
+    line.send("to nobody")
+    line.close()
 
 
 def test_a_condemned_shard_is_shown_as_failed():
@@ -131,10 +191,15 @@ def test_the_store_is_not_asked_again_for_a_worker_that_is_replaced(monkeypatch)
         return {"config.json": b"{}"}
 
     def process(target, args, **options):
-        given.append(args[2])
+        assert len(args) == 1, "what is large goes over the line"
         return SimpleNamespace(start=lambda: None, pid=1)
 
+    class Told(Line):
+        def send(self, message):
+            given.append(message[1])
+
     supervisor = supervised(1, target_files)
+    monkeypatch.setattr(supervisor_module, "Line", Told)
     monkeypatch.setattr(supervisor, "context", SimpleNamespace(Pipe=multiprocessing.Pipe, Process=process))
     (slot,) = supervisor.slots
     supervisor.start(slot)
@@ -156,7 +221,7 @@ def test_a_store_that_is_away_while_the_target_loads_is_no_final_error(monkeypat
     monkeypatch.setattr(serve.signal, "signal", lambda *args: None)
     monkeypatch.setattr(serve, "Pipe", lambda connection: SimpleNamespace(send=sent.append))
     monkeypatch.setattr(serve, "loaded_target", refuse)
-    serve.serve(None, None, None)
+    serve.serve(SimpleNamespace(recv=lambda: (None, None)))
     assert [message.final for message in sent] == [final]
 
 

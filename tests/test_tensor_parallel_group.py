@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from dflash_train.config import TargetConfig
 from dflash_train.records import FeatureSpec
 from dflash_train.target import tensor_parallel
 from dflash_train.target.canary import check_target
-from dflash_train.target.tensor_parallel import PeerLost, start_group
+from dflash_train.target.tensor_parallel import PeerLost, local_store, start_group
 from dflash_train.target.tensor_parallel_check import check_shares
 from dflash_train.util.errors import UserError
 
@@ -37,6 +38,24 @@ def gone(pid: int) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+def listening() -> set[str]:
+    """Addresses on which this process takes connections."""
+    return {c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}
+
+
+def test_a_group_meets_on_loopback_alone():
+    """Control: left to itself, the same store listens on every address of the machine."""
+    before = listening()
+    store = local_store(2)
+    store.set("a", "b")
+    assert dist.TCPStore("127.0.0.1", store.port).get("a") == b"b"
+    assert listening() - before <= {"127.0.0.1"} and "127.0.0.1" in listening()
+    del store
+    open_to_all = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    assert (listening() - before) & {"::", "0.0.0.0"}
+    del open_to_all
 
 
 def test_two_processes_capture_a_hybrids_rows_and_end_together():

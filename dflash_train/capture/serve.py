@@ -105,11 +105,15 @@ class Pipe:
         self.send(Staged(job.shard.shard_id, path, facts))
 
 
-def serve(connection: Connection, order: Order, target_files: dict[str, bytes] | None) -> None:
-    """The whole life of a worker process. target_files: the small files of the store's target/ folder, for the worker
-    that is to write them."""
+def serve(connection: Connection) -> None:
+    """The whole life of a worker process. Its first message is (Order, target_files): the small files of the store's
+    target/ folder for the worker that is to write them, None for the others."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    try:
+        order, target_files = connection.recv()
+    except (EOFError, OSError):
+        os._exit(1)  # as in `Pipe`
     pipe = Pipe(connection)
     try:
         with loaded_target(order, target_files) as target:

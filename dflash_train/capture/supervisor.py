@@ -7,15 +7,16 @@ starts alone, so that weights come from a warm page cache, and compiled kernels 
 import multiprocessing
 import os
 import shutil
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from multiprocessing import connection
 from time import monotonic
 
 from dflash_train.capture import serve
 from dflash_train.capture.desk import Desk
+from dflash_train.capture.line import Line
 from dflash_train.capture.worker import Job, Order
 from dflash_train.config import ExtractConfig
 from dflash_train.util.ahead import Ahead
@@ -42,7 +43,7 @@ class Slot:
     gpus: str
     device: str = ""
     process: multiprocessing.Process | None = None
-    pipe: connection.Connection | None = None
+    line: Line | None = None
     ready: bool = False
     jobs: dict[str, Job] = field(default_factory=dict)  # not on file yet
     waiting: int = 0  # of them: not through the target yet
@@ -70,6 +71,7 @@ class Supervisor:
         self.slots = [Slot(f"worker {i}", gpus[i] if gpus else "") for i in range(num_workers)]
         # CUDA does not survive a fork, and even importing a kernel library touches it.
         self.context = multiprocessing.get_context("spawn") if gpus else fork_server(serve.__name__)
+        self.news = threading.Event()  # a worker has said something, or ended
         self.again: deque[Job] = deque()  # of dead workers
         self.killed_by: Counter = Counter()  # shard id -> workers that died with it in hand
         self.draining: Slot | None = None  # gets nothing new until it is empty, for the first of `again`
@@ -130,28 +132,23 @@ class Supervisor:
         return slot.waiting < IN_HAND and not suspects
 
     def send(self, slot: Slot, message: object) -> None:
-        with suppress(ConnectionError):  # it has just died, which `watch` will see
-            slot.pipe.send(message)
+        slot.line.send(message)
 
     # ------------------------------------------------------------ listening
 
     def listen(self, timeout_s: float) -> None:
-        """Take in what the workers say, for at most `timeout_s` when they say nothing."""
-        living = [slot for slot in self.slots if slot.process is not None and slot.process.is_alive()]
-        ends = [slot.pipe for slot in living] + [slot.process.sentinel for slot in living]
-        found = connection.wait(ends, timeout_s)
-        for slot in living:
-            if slot.pipe in found:
+        """Take in what the workers say, after at most `timeout_s` when they say nothing."""
+        self.news.wait(timeout_s)
+        self.news.clear()
+        for slot in self.slots:
+            if slot.process is not None:
                 self.hear(slot)
 
     def hear(self, slot: Slot) -> None:
-        """Everything that lies in the pipe of a worker, dead or alive."""
-        try:
-            while slot.pipe.poll():
-                slot.heard = monotonic()
-                self.take_in(slot, slot.pipe.recv())
-        except (EOFError, OSError):
-            pass  # it has ended, perhaps in the middle of a message, which `watch` sees
+        """Everything that a worker has said, dead or alive."""
+        for message in slot.line.heard() if slot.process.is_alive() else slot.line.last_words():
+            slot.heard = monotonic()
+            self.take_in(slot, message)
 
     def take_in(self, slot: Slot, message: object) -> None:
         match message:
@@ -184,12 +181,14 @@ class Supervisor:
     # ------------------------------------------------------------ life and death
 
     def start(self, slot: Slot) -> None:
-        slot.pipe, theirs = self.context.Pipe()
-        arguments = (theirs, self.order, None if self.warm else self.files)  # the first one that was ready wrote them
-        slot.process = self.context.Process(target=serve.serve, args=arguments, name=slot.name, daemon=True)
+        ours, theirs = self.context.Pipe()
+        slot.process = self.context.Process(target=serve.serve, args=(theirs,), name=slot.name, daemon=True)
         with gpus_of(slot):
             slot.process.start()
         theirs.close()
+        slot.line = Line(ours, self.news)
+        # Megabytes, which as an argument would be waited for; and the first worker that was ready wrote the files.
+        slot.line.send((self.order, None if self.warm else self.files))
         slot.ready, slot.waiting, slot.heard = False, 0, monotonic()
         self.show(slot, "loading")
 
@@ -204,8 +203,7 @@ class Supervisor:
             slot.process.kill()
             slot.process.join(self.config.stop_s)
         if hangs or not slot.process.is_alive():
-            if not slot.process.is_alive():  # what a living one has half written would be waited for
-                self.hear(slot)
+            self.hear(slot)
             self.bury(slot)
 
     def bury(self, slot: Slot) -> None:
@@ -249,8 +247,8 @@ class Supervisor:
             say(f"{slot.name} (process {slot.process.pid}) does not die: the kernel holds it, and perhaps its GPU")
             # Else the interpreter waits for it at its exit, without end.
             multiprocessing.process._children.discard(slot.process)
-        slot.pipe.close()
-        slot.process, slot.pipe, slot.ready, slot.error = None, None, False, ""
+        slot.line.close()
+        slot.process, slot.line, slot.ready, slot.error = None, None, False, ""
         slot.jobs, slot.waiting = {}, 0
 
     def end(self, message: str) -> None:
@@ -274,9 +272,9 @@ class Supervisor:
                     self.forget(slot)
 
     def living(self) -> list[Slot]:
-        """Those still running, after a last look at the pipes of the others."""
+        """Those still running, after a last look at what was said."""
         for slot in self.slots:
-            if slot.process is not None and not slot.process.is_alive():
+            if slot.process is not None:
                 self.hear(slot)
         return [slot for slot in self.slots if slot.process is not None and slot.process.is_alive()]
 

@@ -14,6 +14,7 @@ float32 rows in bfloat16 on one device and on 2 or 4 ranks alike, and 6e-3 off e
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -70,8 +71,7 @@ def start_group(files: TargetFiles, dtype: torch.dtype, devices: list[str], *, k
     text = files.hf_config.get_text_config()
     check_split(text, len(devices))
     assert not dist.is_initialized(), "this process is in a group already"
-    store = dist.TCPStore("127.0.0.1", 0, len(devices), is_master=True, wait_for_workers=False,
-                          timeout=timedelta(seconds=GROUP_TIMEOUT_S))  # fmt: skip
+    store = local_store(len(devices))
     job = Job(text.to_dict(), str(files.folder) if random_seed is None else None, random_seed or 0,
               str(dtype).removeprefix("torch."), kernels, list(map(str, devices)), store.port,
               torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled())  # fmt: skip
@@ -87,6 +87,15 @@ def start_group(files: TargetFiles, dtype: torch.dtype, devices: list[str], *, k
             peer.end()
         raise
     return TensorParallelTarget(files, dtype, model, peers, store)
+
+
+def local_store(world: int) -> dist.TCPStore:
+    """Where the group meets. It asks nobody for a secret, and by itself would listen on every address of the machine,
+    whatever host it is given; so it gets a socket that listens on loopback alone."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore("127.0.0.1", port, world, is_master=True, wait_for_workers=False,
+                         timeout=timedelta(seconds=GROUP_TIMEOUT_S), master_listen_fd=listener.detach())  # fmt: skip
 
 
 class Peer:
