@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from safetensors.torch import load_file
 from dflash_train import extract, regenerate
 from dflash_train.capture import worker
 from dflash_train.config import ExtractRun
-from dflash_train.store import claims, local, upload
+from dflash_train.store import catalog, claims, local, upload
+from dflash_train.store.resume import is_complete
 from dflash_train.store.shard import fetch_shard, list_markers, read_manifest, read_shard, read_target_head
 from dflash_train.target import tiny
 from dflash_train.util import provenance
@@ -210,6 +212,27 @@ def test_only_what_has_no_marker_is_done(tmp_path, keep, monkeypatch):
     monkeypatch.setattr(worker, "stage", lambda *a: (done.append(a[2].shard.shard_id), stage(*a)))
     extract.main(run)
     assert done == [f"train-{i:05d}" for i in range(8) if i not in keep]
+    assert contents(run) == before
+
+
+def test_a_killed_runs_markers_are_read_once_and_none_is_read_to_see_that_some_are_missing(tmp_path, monkeypatch):
+    """Of 80,000 shards each reading is 80,000 requests. A killed run leaves no catalogue."""
+    monkeypatch.setattr(catalog, "SMALLEST", 2)
+    run = make_run(tmp_path)
+    extract.main(run)
+    store, before, read = open_store(run), contents(run), Counter()
+    missing = {f"markers/train-{i:05d}.json" for i in (1, 4, 6)}
+    store.delete_many([*missing, *(key for key, _ in store.list("catalog/"))])
+    get_bytes = local.LocalStore.get_bytes
+    count = lambda self, key: (read.update([key]), get_bytes(self, key))[1]
+    monkeypatch.setattr(local.LocalStore, "get_bytes", count)
+    assert not is_complete(store, read_manifest(store)["inputs_hash"])
+    assert not any(key.startswith("markers/") for key in read)
+    assert extract.main(run) is None
+    markers = {key for key in before if key.startswith("markers/")}
+    assert {key: n for key, n in read.items() if key.startswith("markers/")} == dict.fromkeys(markers, 1)
+    assert extract.main(run) is None, "and from catalogues alone when all is there"
+    assert {key: n for key, n in read.items() if key.startswith("markers/")} == dict.fromkeys(markers, 1)
     assert contents(run) == before
 
 

@@ -1,7 +1,11 @@
-"""Resume = do what has no valid marker."""
+"""Resume = do what has no valid marker.
+
+Markers without a catalogue, as a killed run leaves them, cost a request each: whoever reads them here catalogues them,
+and nobody reads them a second time.
+"""
 
 from dflash_train.store.base import ObjectStore
-from dflash_train.store.catalog import marker_groups, tally
+from dflash_train.store.catalog import marker_groups, tally, write_catalog
 from dflash_train.store.markers import InvalidMarker, remove_marker
 from dflash_train.store.shard import MANIFEST, read_manifest
 from dflash_train.store.slices import ShardPlan
@@ -16,8 +20,11 @@ def is_complete(store: ObjectStore, inputs_hash: str) -> bool:
     manifest = read_manifest(store)
     if manifest.get("inputs_hash") != inputs_hash or not has_target_files(store):
         return False
-    total = tally(store)
-    return not total.num_invalid and total.num_shards == sum(manifest["shards"].values())
+    want = sum(manifest["shards"].values())
+    if len(store.list("markers/")) < want:
+        return False
+    total = tally(store, update_catalog=True)
+    return not total.num_invalid and total.num_shards == want
 
 
 def missing_shards(store: ObjectStore, shards: list[ShardPlan]) -> list[ShardPlan]:
@@ -30,4 +37,5 @@ def missing_shards(store: ObjectStore, shards: list[ShardPlan]) -> list[ShardPla
                 remove_marker(store, marker.key, marker.content)
             else:
                 done.add(marker.shard_id)
+        write_catalog(store, group)
     return [shard for shard in shards if shard.shard_id not in done]
