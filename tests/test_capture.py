@@ -4,13 +4,12 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
+from helpers_host import Host, contents
 from helpers_store import make_run
 
 from dflash_train import extract, regenerate
@@ -22,31 +21,6 @@ from dflash_train.store import local
 from dflash_train.store.shard import list_markers
 from dflash_train.util import provenance
 from dflash_train.util.errors import UserError
-
-ROOT = Path(__file__).parents[1]
-DIES = """
-import os, signal, sys
-sys.path.insert(0, "tests")
-from pathlib import Path
-from helpers_store import make_run
-from dflash_train import extract, regenerate
-from dflash_train.store.claims import Claims
-from dflash_train.util import provenance
-regenerate.ensure_answers = lambda run: None
-provenance.code_version = lambda: "test"
-number, done = int(sys.argv[2]), Claims.done
-
-def die_at(self, shard_id):
-    global number
-    number -= 1
-    if number == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    done(self, shard_id)
-
-Claims.done = die_at
-if __name__ == "__main__":
-    sys.exit(extract.main(make_run(Path(sys.argv[1]), extract__num_workers=int(sys.argv[3]))))
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -64,17 +38,15 @@ def alone(tmp_path_factory) -> dict[str, bytes]:
         patch.setattr(regenerate, "ensure_answers", lambda run: run.answers_dir)
         run = make_run(tmp_path_factory.mktemp("alone"))
         extract.main(run)
-        return contents(run)
+        return contents(open_store(run))
 
 
-def contents(run: ExtractRun) -> dict[str, bytes]:
-    """Key -> bytes of everything that training reads."""
-    store = local.open_store(run.store, run.store_name)
-    return {key: store.get_bytes(key) for key, _ in store.list() if key.startswith(("shards/", "markers/", "target/"))}
+def open_store(run: ExtractRun) -> local.LocalStore:
+    return local.open_store(run.store, run.store_name)
 
 
 def left_over(run: ExtractRun) -> list[str]:
-    store = local.open_store(run.store, run.store_name)
+    store = open_store(run)
     return [key for key, _ in store.list() if key.startswith(("claims/", "hosts/"))]
 
 
@@ -110,7 +82,7 @@ def test_two_worker_processes_make_the_very_bytes_that_one_process_makes(tmp_pat
     run = make_run(tmp_path, extract__num_workers=2)
     start_together(monkeypatch)
     assert extract.main(run) is None
-    assert contents(run) == alone and not left_over(run)
+    assert contents(open_store(run)) == alone and not left_over(run)
     shares = [int(count) for count in re.findall(r"worker \d: (\d+) shards", capfd.readouterr().out)]
     assert len(shares) == 2 and sum(shares) == 10 and min(shares) >= 1
     assert list((tmp_path / "staging").iterdir()) == [] and no_process_is_left()
@@ -138,7 +110,7 @@ def test_the_shards_of_a_worker_killed_in_the_middle_are_made_by_others(tmp_path
     start_together(monkeypatch)
     on_job(monkeypatch, kill)
     assert extract.main(run) is None
-    assert contents(run) == alone and no_process_is_left()
+    assert contents(open_store(run)) == alone and no_process_is_left()
     out = capfd.readouterr().out
     assert f"worker 1 died: killed by signal 9; to be done again: {', '.join(killed)}" in out
     assert "10/10 samples" in out, "what is captured twice counts once"
@@ -160,11 +132,11 @@ def test_a_shard_that_kills_every_worker_is_named_and_the_others_are_not_blamed(
         ):
             extract.main(run)
     assert blamed <= {f"train-{i:05d}" for i in range(8)} and no_process_is_left()
-    done = {marker.shard_id for marker in list_markers(local.open_store(run.store, run.store_name))}
+    done = {marker.shard_id for marker in list_markers(open_store(run))}
     assert "train-00003" not in done and not left_over(run)
     run.extract.num_workers = 0
     assert extract.main(run) is None
-    assert contents(run) == alone, "another number of workers goes on where they stopped"
+    assert contents(open_store(run)) == alone, "another number of workers goes on where they stopped"
 
 
 def test_workers_that_die_while_they_load_end_the_run(tmp_path, monkeypatch):
@@ -190,7 +162,7 @@ def test_a_worker_that_says_nothing_is_replaced(tmp_path, monkeypatch, capfd, al
 
     on_job(monkeypatch, hang)
     assert extract.main(run) is None
-    assert contents(run) == alone and not psutil.pid_exists(stopped[0])
+    assert contents(open_store(run)) == alone and not psutil.pid_exists(stopped[0])
     assert "(extract.hang_s)" in capfd.readouterr().out
 
 
@@ -216,7 +188,7 @@ def test_a_stopped_worker_whose_pipe_is_full_is_killed_and_its_shards_are_made_b
     assert time.monotonic() - started < 60 and not psutil.pid_exists(stopped[0]) and no_process_is_left()
     out = capfd.readouterr().out
     assert re.search(r"worker 1 died: it said nothing for \d s \(extract.hang_s\); to be done again: train-", out)
-    samples = [i for marker in list_markers(local.open_store(run.store, run.store_name)) for i in marker.sample_ids]
+    samples = [i for marker in list_markers(open_store(run)) for i in marker.sample_ids]
     assert len(samples) == len(set(samples)) == 10 and {len(sample_id) for sample_id in samples} == {300_000}
 
 
@@ -232,7 +204,7 @@ def test_a_worker_that_hangs_while_it_loads_is_replaced(tmp_path, monkeypatch, c
 
     monkeypatch.setattr(Supervisor, "start", hang)
     assert extract.main(run) is None
-    assert contents(run) == alone and not psutil.pid_exists(stopped[0])
+    assert contents(open_store(run)) == alone and not psutil.pid_exists(stopped[0])
     assert "(extract.load_s)" in capfd.readouterr().out
 
 
@@ -273,62 +245,52 @@ def test_sigterm_ends_the_workers_uploads_what_is_staged_and_exits_143(tmp_path,
             extract.main(run)
     assert stop.value.code == 128 + signal.SIGTERM
     assert time.monotonic() - started < run.extract.stop_s and no_process_is_left()
-    done = {marker.shard_id for marker in list_markers(local.open_store(run.store, run.store_name))}
+    done = {marker.shard_id for marker in list_markers(open_store(run))}
     assert set(staged) == done and 3 <= len(done) < 10
     assert not left_over(run) and list((tmp_path / "staging").iterdir()) == []
     run.extract.num_workers = 1
-    assert extract.main(run) is None and contents(run) == alone
+    assert extract.main(run) is None and contents(open_store(run)) == alone
 
 
-def die(folder: Path, at: int, num_workers: int) -> subprocess.Popen:
-    """A host that kills itself with its `at`th marker; its processes carry the folder's name."""
-    environment = {**os.environ, "PYTHONPATH": ".", "OMP_NUM_THREADS": "1", "DFLASH_TEST": str(folder)}
-    script = folder / "dies.py"
-    folder.mkdir(exist_ok=True)
-    script.write_text(DIES)
-    command = [sys.executable, str(script), str(folder), str(at), str(num_workers)]
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+@pytest.fixture
+def host(tmp_path) -> Iterator[Callable[..., Host]]:
+    """Starts a host on tmp_path that kills itself with its `at`th marker."""
+    started = []
+
+    def start(at: int, num_workers: int) -> Host:
+        started.append(Host(tmp_path, tmp_path / "log", {"die_at": at, "extract__num_workers": num_workers}))
+        return started[0]
+
+    yield start
+    for one in started:
+        one.close()
 
 
-def processes_with(folder: Path) -> list[int]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("DFLASH_TEST") == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-        except psutil.Error:
-            continue
-    return found
-
-
-def test_workers_end_with_a_supervisor_that_is_killed_and_the_next_run_completes_the_set(tmp_path, alone):
+def test_workers_end_with_a_supervisor_that_is_killed_and_the_next_run_completes_the_set(tmp_path, host, alone):
     """Traps 33, 35: kill -9 of the parent; no process keeps a GPU, and what was staged is done again."""
-    host = die(tmp_path, 4, num_workers=2)
-    assert host.wait() == -signal.SIGKILL
-    deadline = time.monotonic() + 20
-    while processes_with(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert processes_with(tmp_path) == []
+    killed = host(4, num_workers=2)
+    killed.ends(-signal.SIGKILL)
+    killed.wait_gone()
     run = make_run(tmp_path)
-    assert 3 <= len(list_markers(local.open_store(run.store, run.store_name))) < 10
+    assert 3 <= len(list_markers(open_store(run))) < 10
     assert left_over(run)
     assert extract.main(run) is None
     run.extract.verify = True
     assert extract.main(run) == 0  # sweeps objects whose markers the kill prevented
-    assert contents(run) == alone and not left_over(run)
+    assert contents(open_store(run)) == alone and not left_over(run)
 
 
-def test_a_host_takes_over_what_another_one_leaves_when_it_is_killed(tmp_path, monkeypatch, capfd, alone):
+def test_a_host_takes_over_what_another_one_leaves_when_it_is_killed(tmp_path, host, capfd, alone):
     """Trap 35: two hosts on one store, one killed: lost 0, duplicated 0."""
     run = make_run(tmp_path)
-    host = die(tmp_path, 3, num_workers=0)
-    store = local.open_store(run.store, run.store_name)
+    killed = host(3, num_workers=0)
+    store = open_store(run)
     while not store.list("claims/"):
-        assert host.poll() is None
+        assert killed.process.poll() is None
         time.sleep(0.02)
     assert extract.main(run) is None
-    assert host.wait() == -signal.SIGKILL
-    assert contents(run).keys() >= alone.keys()
+    killed.ends(-signal.SIGKILL)
+    assert contents(open_store(run)).keys() >= alone.keys()
     samples = [sample_id for marker in list_markers(store) for sample_id in marker.sample_ids]
     assert len(samples) == len(set(samples)) == 10
     assert "(its process has ended)" in capfd.readouterr().out and not left_over(run)
