@@ -1,240 +1,197 @@
-"""How fast one GPU trains the Qwen3.6-27B drafter: forward + backward of a packed row, beside the matrix rate.
+"""How fast one GPU trains the Qwen3.6-27B drafter: forward + backward of a row beside the matrix rate and the peers.
 
-    python benchmarks/drafter_step.py            one H200 or another GPU of 48 GB or more; a minute after compiling
-    python benchmarks/drafter_step.py --tiny     the same script at tiny shapes on a CPU, in seconds; no result
+    python benchmarks/drafter_step.py            one H200 or another GPU of 80 GB; about five minutes
+    python benchmarks/drafter_step.py --tiny     the same script at tiny shapes on a CPU, in half a minute; no result
 
 True shapes, random weights and data: 5 layers of width 5,120, a frozen head of 248,320 rows, bfloat16; B=16 with 512
-anchors in 3,072 tokens, B=8 with 512 in 4,096. Rows, anchors, masks, loss and the step are training's own
-(`RowReader`, `next_window`, `train_window`); DeepSpeed and the optimizer are left out. Each step draws new anchors.
+anchors in 3,072 tokens, B=8 with 512 in 4,096. The row is one sample, as the peers' are, except where `packed` says
+that three share it; it lies on the device before a step's clock starts. Parts:
+
+    rate        of products: 8192^3, and the drafter's own
+    step        ours and specforge's, forward + backward, at both block sizes (drafter_step_ours.py, _peers.py)
+    torch       ours with train.kernels=torch
+    head        the objective alone, with its gradient to the hidden states
+    optimizer   ours through DeepSpeed ZeRO-2, optimizer and all
+    profile     of our step, by kernel
+    variants    ours: packed, all layers causal, no sliding window, three layers; specforge's with Liger's kernels
+    speculators step and head of speculators, as far as they compile in time
 
 Useful work per valid block: three passes over the drafter's matrices for its B slots and two over the head for B-1 (it
 is frozen); 230 GFLOP at B=16, 112 at B=8. Context rows, padding, recomputation and invalid blocks do not count.
-`fraction` is that work over the time and over the best rate of an 8192^3 bfloat16 product in the same run.
+`fraction` is that work over the time and over the best product of the same run.
+
+Each part is on file when it is done; one that fails is named, the others still run, and the exit code is 1.
 """
 
 import argparse
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
+from pathlib import Path
 
+import drafter_step_peers as peer
 import torch
-from hydra import compose, initialize_config_dir
-from torch import Tensor, nn
+from drafter_step_ours import (
+    Pace,
+    build_run,
+    measure,
+    measure_head,
+    measure_optimizer,
+    plain_step,
+    random_head,
+    time_ms,
+)
+from drafter_step_profile import kernel_times
+from drafter_step_table import markdown
+from run_parts import Run
+from yardstick import VOID_TFLOPS
 
-from dflash_train import cli
-from dflash_train.config import DrafterConfig, TrainRun
-from dflash_train.drafter.dflash import DFlashDrafter, resolve_attention
+from dflash_train.config import TrainRun
 from dflash_train.engine import inputs
-from dflash_train.engine.window import Window, next_window, train_window
-from dflash_train.records import DraftBatch, HiddenShard, TargetHead
-from dflash_train.store.loader import RowReader
-from dflash_train.store.order import Row
+from dflash_train.records import TargetHead
 from dflash_train.util.device import device_name, pick_device
 from dflash_train.util.errors import UserError
+from dflash_train.util.io import write_bytes
 from dflash_train.util.log import say
 from dflash_train.util.provenance import code_version
 
-DOCUMENTS = 3  # samples packed in the row; the first quarter of each is its prompt
-CASES = ((16, 3072), (8, 4096))  # block size, tokens of the row
-TINY_CASES = ((16, 96), (8, 128))
-TINY = ["hardware=cpu", "train.dtype=float32", "train.num_anchors=12", "train.head_chunk_blocks=4",
-        "drafter.hidden_size=64", "drafter.target_hidden_size=64", "drafter.intermediate_size=96",
-        "drafter.num_heads=4", "drafter.num_kv_heads=2", "drafter.head_dim=16", "drafter.sliding_window=16",
-        "drafter.vocab_size=128", "drafter.mask_token_id=127"]  # fmt: skip
-COLUMNS = ["hardware", "code", "case", "forward + backward, ms [min, max]", "blocks/s", "matrix rate, TFLOP/s",
-           "fraction", "peak memory, GiB", "row and anchors on the CPU, ms"]  # fmt: skip
-
-
-def build_run(block_size: int, row_tokens: int, tiny: bool) -> TrainRun:
-    """The training run whose step is measured: `drafter=qwen3_6_27b`, everything else as training defaults to."""
-    words = ["drafter=qwen3_6_27b", f"drafter.block_size={block_size}", f"train.row_tokens={row_tokens}"]
-    cli.register_recipes()
-    with initialize_config_dir(str(cli.CONF_DIR), version_base="1.3"):
-        return cli.build_run("train", compose("train", [*words, *(TINY if tiny else [])]))
-
-
-# ---------------------------------------------------------------- random weights and data
-
-
-def random_head(config: DrafterConfig, device: torch.device, dtype: torch.dtype) -> TargetHead:
-    """An untied embedding and head, as the 27B target has."""
-    draw = lambda: torch.randn(config.vocab_size, config.target_hidden_size, dtype=dtype, device=device).mul_(0.02)
-    return TargetHead(draw(), draw(), torch.ones(config.target_hidden_size, dtype=dtype, device=device), 1.0, 1e-6)
-
-
-def random_drafter(config: DrafterConfig, device: torch.device, dtype: torch.dtype) -> DFlashDrafter:
-    with torch.device(device):
-        model = DFlashDrafter(config).to(dtype)
-    with torch.no_grad():
-        for matrix in (parameter for parameter in model.parameters() if parameter.ndim == 2):
-            matrix.normal_(0, config.initializer_range)
-    return model
-
-
-def random_shard(config: DrafterConfig, row_tokens: int, dtype: torch.dtype) -> HiddenShard:
-    """DOCUMENTS samples that fill one row."""
-    length = row_tokens // DOCUMENTS
-    lengths = [length] * (DOCUMENTS - 1) + [row_tokens - length * (DOCUMENTS - 1)]
-    width = len(config.target_layer_ids) * config.target_hidden_size
-    generator = torch.Generator().manual_seed(0)
-    return HiddenShard(
-        [f"s{j}" for j in range(DOCUMENTS)],
-        torch.randint(0, config.mask_token_id, (row_tokens,), generator=generator, dtype=torch.int32),
-        torch.cat([torch.arange(n) >= n // 4 for n in lengths]),
-        torch.tensor([0, *lengths]).cumsum(0),
-        torch.randn(row_tokens, width, generator=generator).to(dtype),
-        None,
-        {},
-    )
-
-
-def read_rows(shard: HiddenShard, row_tokens: int, pin: bool) -> Iterator[tuple[list[Row], DraftBatch]]:
-    """The same row for ever, packed by training's reader, each time as that of another epoch (other anchors)."""
-    marker = SimpleNamespace(sample_ids=shard.sample_ids)
-    reader = RowReader(SimpleNamespace(get=lambda _: shard), [marker], row_tokens)
-    rows = [Row(0, tuple((0, j) for j in range(len(shard.sample_ids))))]
-    batch = reader.read(rows)
-    if pin:  # as the prefetcher does
-        batch = DraftBatch(**{k: v.pin_memory() if isinstance(v, Tensor) else v for k, v in vars(batch).items()})
-    epoch = 0
-    while True:
-        yield [Row(epoch, rows[0].samples)], batch
-        epoch += 1
-
-
-# ---------------------------------------------------------------- the measurement
+PARTS = ("rate", "step", "torch", "head", "optimizer", "profile", "variants", "speculators")
+"""In this order: what matters most is done first, should the time run out."""
+CASES = {16: 3072, 8: 4096}  # block size: tokens of the row
+TINY_CASES = {16: 96, 8: 128}
+FULL_LAYERS = "drafter.layer_types=[full_attention,full_attention,full_attention,full_attention,full_attention]"
+VARIANTS = {
+    "causal": ["drafter.is_causal=true"],
+    "no window": [FULL_LAYERS],
+    "three layers": ["drafter.num_layers=3",
+                     "drafter.layer_types=[sliding_attention,sliding_attention,full_attention]"],
+}  # fmt: skip
 
 
 @dataclass
-class PlainEngine:
-    """What `train_window` needs of an engine, without DeepSpeed: gradients in the parameters, and no optimizer."""
+class Bench:
+    """What every part works with. until: of the monotonic clock; what may compile for long must be done by then."""
 
-    model: nn.Module
+    tiny: bool
     device: torch.device
+    pace: Pace
+    head: TargetHead
+    until: float
 
-    def __call__(self, *args) -> Tensor:
-        return self.model(*args)
+    def run(self, block_size: int, *words: str) -> TrainRun:
+        return build_run(block_size, (TINY_CASES if self.tiny else CASES)[block_size], self.tiny, *words)
 
-    def backward(self, numerator: Tensor, denominator: float) -> None:
-        (numerator / denominator).backward()
+    @property
+    def few(self) -> Pace:
+        return Pace(min(self.pace.warmup, 3), min(self.pace.steps, 8))
 
-    def gradient_norm(self) -> float:
-        return 0.0
+    def ours(self, block_size: int, *words: str, documents: int = 1) -> dict:
+        return measure(self.run(block_size, *words), self.head, self.device, self.pace, documents)
 
+    def profile(self) -> dict:
+        ours = plain_step(self.run(16), self.head, self.device)
 
-def block_flops(config: DrafterConfig) -> float:
-    """Floating-point operations that training on one block needs at least; see the head of this file."""
-    shapes = {name: shape for name, shape in inputs.parameter_shapes(config).items() if len(shape) == 2}
-    body = sum(rows * columns for name, (rows, columns) in shapes.items() if name != "fc.weight")
-    head = config.vocab_size * config.target_hidden_size
-    return 2.0 * (3 * body * config.block_size + 2 * head * (config.block_size - 1))
+        def prepare() -> None:
+            ours.engine.model.zero_grad(set_to_none=True)
+            ours.prepare()
 
+        for _ in range(self.few.warmup):
+            prepare()
+            ours.step()
+        return kernel_times(ours.step, prepare, self.device)
 
-def time_ms(action: Callable[[], object], device: torch.device) -> float:
-    """One call, by CUDA events on a GPU (all it queued is done when this returns)."""
-    if device.type != "cuda":
-        start = time.perf_counter()
-        action()
-        return 1000 * (time.perf_counter() - start)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    action()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
+    def variant(self, words: list[str]) -> dict:
+        return measure(self.run(16, *words), self.head, self.device, self.few)
 
+    def by_peer(self, measured, *more, block_size: int = 16, pace: Pace | None = None) -> dict:
+        return measured(self.run(block_size), self.head, self.device, pace or self.pace, *more)
 
-def matrix_rate(device: torch.device, size: int, dtype: torch.dtype, repeats: int = 30) -> float:
-    """Best TFLOP/s of a size^3 product, after warm-up."""
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    out = torch.empty_like(a)
-    times = [time_ms(lambda: torch.mm(a, b, out=out), device) for _ in range(10 + repeats)]
-    return 2 * size**3 / (min(times[10:]) * 1e-3) / 1e12
+    def in_time(self, measured, last: bool) -> dict:
+        left_s = self.until - time.monotonic()
+        return self.by_peer(measured, left_s if last else left_s / 2, pace=self.few)
 
 
-@dataclass
-class Step:
-    """Of one case: milliseconds of every measured step and of its preparation, valid blocks a step, peak bytes."""
-
-    step_ms: list[float]
-    prepare_ms: list[float]
-    num_blocks: float
-    peak_bytes: int
-    values: dict
-
-
-def measure(run: TrainRun, head: TargetHead, device: torch.device, warmup: int, steps: int) -> Step:
-    """Forward and backward as `train_window` does them: copy to the device, masks, drafter, chunked head, gradients."""
-    train, config, dtype = run.train, run.drafter, inputs.DTYPES[run.train.dtype]
-    engine = PlainEngine(random_drafter(config, device, dtype), device)
-    objective = inputs.make_objective(run, config)
-    attention = resolve_attention(train.attention, device, training=True)
-    batches = read_rows(random_shard(config, train.row_tokens, dtype), train.row_tokens, device.type == "cuda")
-    result = Step([], [], 0.0, 0, {})
-
-    def step(window: Window) -> None:
-        result.values = train_window(engine, window, config, head, objective, attention)
-
-    for number in range(warmup + steps):
-        engine.model.zero_grad(set_to_none=True)
-        if number == warmup and device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        start = time.perf_counter()
-        window = next_window(batches, 1, config, objective, num_anchors=train.num_anchors, seed=train.seed,
-                             device=device, elapsed_s=0.0, stop=False)  # fmt: skip
-        prepare_ms = 1000 * (time.perf_counter() - start)
-        step_ms = time_ms(partial(step, window), device)
-        if number >= warmup:
-            result.step_ms.append(step_ms)
-            result.prepare_ms.append(prepare_ms)
-    result.num_blocks = window.num_blocks
-    result.peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    assert all(parameter.grad is not None for parameter in engine.model.parameters())
-    return result
+def products(run: TrainRun, size: int) -> dict[str, tuple[int, int, int]]:
+    """name -> M, K, N of [M,K] @ [K,N]: a square one, and what a step of the drafter spends its time in."""
+    config, train = run.drafter, run.train
+    slots, width, inner = train.num_anchors * config.block_size, config.hidden_size, config.intermediate_size
+    rows = min(train.head_chunk_blocks, train.num_anchors) * (config.block_size - 1)
+    queries = config.num_heads * config.head_dim
+    return {
+        f"{size}^3": (size, size, size), "MLP up": (slots, width, inner), "MLP down": (slots, inner, width),
+        "MLP weight's gradient": (inner, slots, width), "queries": (slots, width, queries),
+        "head": (rows, width, config.vocab_size), "head's gradient": (rows, config.vocab_size, width),
+        "context": (train.row_tokens, len(config.target_layer_ids) * config.target_hidden_size, width),
+    }  # fmt: skip
 
 
-def table_row(run: TrainRun, step: Step, rate: float, device: torch.device) -> str:
-    """One Markdown row under COLUMNS."""
-    median, config = statistics.median(step.step_ms), run.drafter
-    blocks_per_s = step.num_blocks / (median * 1e-3)
-    fraction = blocks_per_s * block_flops(config) / (rate * 1e12)
-    version = f"torch {torch.__version__}"
-    cells = [
-        f"1x {device_name(device)}, {version}", f"`{code_version()}`",
-        f"B={config.block_size}, {step.num_blocks:,.0f} valid anchors, {run.train.row_tokens:,} tokens, "
-        f"{run.train.dtype}, {len(step.step_ms)} steps",
-        f"{median:.1f} [{min(step.step_ms):.1f}, {max(step.step_ms):.1f}]", f"{blocks_per_s:,.0f}", f"{rate:.3g}",
-        f"{fraction:.2f}", f"{step.peak_bytes / 2**30:.1f}", f"{statistics.median(step.prepare_ms):.1f}",
-    ]  # fmt: skip
-    return f"| {' | '.join(cells)} |"
+def matrix_rates(run: TrainRun, device: torch.device, size: int, repeats: int = 20) -> dict:
+    """Best TFLOP/s of each product, after warm-up, and the best of all."""
+    dtype, rates = inputs.DTYPES[run.train.dtype], {}
+    for name, (m, k, n) in products(run, size).items():
+        a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(n, k, device=device, dtype=dtype).t()
+        out = torch.empty(m, n, device=device, dtype=dtype)
+        times = [time_ms(partial(torch.mm, a, b, out=out), device) for _ in range(5 + repeats)]
+        rates[name] = 2 * m * k * n / (min(times[5:]) * 1e-3) / 1e12
+    best = max(rates.values())
+    return {"best_tflops": best, "tflops": rates, "device": device_name(device), "torch": torch.__version__,
+            "code": code_version(), "void": "H200" in device_name(device) and best < VOID_TFLOPS}  # fmt: skip
 
 
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes on a CPU")
+def works(part: str, bench: Bench) -> Iterator[tuple[str, object]]:
+    """The named measurements of a part."""
+    names = list(CASES)
+    by_name = {
+        "rate": [("rate", partial(matrix_rates, bench.run(16), bench.device, 256 if bench.tiny else 8192))],
+        "step": [(f"step B={B} {who}", work) for B in names for who, work in (
+            ("ours", partial(bench.ours, B)), ("specforge", partial(bench.by_peer, peer.specforge, block_size=B)))],
+        "torch": [("step B=16 ours, kernels=torch", partial(bench.ours, 16, "train.kernels=torch"))],
+        "head": [("head B=16 ours", partial(bench.by_peer, measure_head)),
+                 ("head B=16 specforge", partial(bench.by_peer, peer.specforge_head))],
+        "optimizer": [("optimizer B=16 ours, ZeRO-2", lambda: measure_optimizer(
+            bench.run(16, "zero=zero2", "train.global_batch=1"), bench.head, bench.device, bench.few))],
+        "profile": [("profile B=16 ours", bench.profile)],
+        "variants": [("step B=16 ours, packed", partial(bench.ours, 16, documents=3)),
+                     *((f"step B=16 ours, {name}", partial(bench.variant, words)) for name, words in VARIANTS.items()),
+                     *([] if bench.tiny else [("step B=16 specforge, Liger",
+                                               partial(bench.by_peer, peer.specforge, True, pace=bench.few))])],
+        "speculators": [("head B=16 speculators", partial(bench.in_time, peer.speculators_head, last=False)),
+                        ("step B=16 speculators", partial(bench.in_time, peer.speculators, last=True))],
+    }  # fmt: skip
+    yield from by_name[part]
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--out", default="runs/drafter_step", help="folder for the figures (JSON) and the table")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--minutes", type=float, default=8.0, help="begin no part after so long")
     parser.add_argument("--steps", type=int, default=20, help="measured steps a case, after --warmup")
     parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes on a CPU")
     args = parser.parse_args(argv)
+    parts = args.parts.split(",")
+    if set(parts) - set(PARTS):
+        parser.error(f"--parts: {', '.join(PARTS)}")
     device = pick_device("cpu" if args.tiny else "cuda")
     torch.manual_seed(0)
-    rate = matrix_rate(device, 256, torch.float32) if args.tiny else matrix_rate(device, 8192, torch.bfloat16)
-    say(f"matrix rate: {rate:.3g} TFLOP/s, best of 30")
-    rows, head = [], None
-    for block_size, row_tokens in TINY_CASES if args.tiny else CASES:
-        run = build_run(block_size, row_tokens, args.tiny)
-        head = head or random_head(run.drafter, device, inputs.DTYPES[run.train.dtype])
-        step = measure(run, head, device, args.warmup, args.steps)
-        say(f"B={block_size}: loss {step.values['loss']:.3f}, {block_flops(run.drafter) / 1e9:,.4g} GFLOP a block")
-        rows.append(table_row(run, step, rate, device))
-    print("\n".join([f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS), *rows]), flush=True)
+    run = Run(Path(args.out, "drafter_step.json"), minutes=args.minutes)
+    shape = build_run(16, 96 if args.tiny else 3072, args.tiny)
+    head = random_head(shape.drafter, device, inputs.DTYPES[shape.train.dtype])
+    bench = Bench(args.tiny, device, Pace(args.warmup, args.steps), head, run.until)
+    for part in (part for part in PARTS if part in parts):
+        for name, work in works(part, bench):
+            run.keep(name, work)
+            text = markdown(run.figures, run.failed)  # written each time, since a run may be cut
+            write_bytes(Path(args.out, "drafter_step.md"), text.encode() + b"\n")
+    say(f"\n{text}\n")
+    return 1 if run.failed else 0
 
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1:])
+        sys.exit(main(sys.argv[1:]))
     except UserError as error:
         sys.exit(f"\n{error}")

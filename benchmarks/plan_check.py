@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from drafter_step import build_run, random_drafter, random_head, random_shard, read_rows
+from drafter_step_ours import build_run, random_drafter, random_head, random_shard, read_rows
 from hybrid_27b import TINY, Sizes, build, random_ids
 from hybrid_agreement import random_tree
 from live_bytes import CudaBytes, LiveBytes, meter

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import scale_train
 import torch
-from drafter_step import block_flops
+from drafter_step_ours import block_flops
 from extract_path import SHM, Lengths, build_run, random_rows
 from run_parts import Run
 from scale_extract import extraction

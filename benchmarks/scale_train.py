@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from drafter_step import random_head
+from drafter_step_ours import random_head
 from hydra import compose, initialize_config_dir
 
 from dflash_train import cli, train
