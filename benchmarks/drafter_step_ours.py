@@ -195,10 +195,11 @@ class PlainEngine:
 
 class OurStep:
     """Training's step around an engine. documents: in its row. `prepare` draws a window and brings it to the device;
-    `step` is all the rest."""
+    `step` is all the rest. fed: windows are of so many rows, which stay in host memory until `step` takes them."""
 
-    def __init__(self, run: TrainRun, head: TargetHead, engine, device: torch.device, documents: int = 1):
-        self.run, self.head, self.engine, self.device = run, head, engine, device
+    def __init__(self, run: TrainRun, head: TargetHead, engine, device: torch.device, documents: int = 1,
+                 fed: int = 0):  # fmt: skip
+        self.run, self.head, self.engine, self.device, self.fed = run, head, engine, device, fed
         self.kernels = resolve_kernels(run.train.kernels, device)
         self.objective = inputs.make_objective(run, run.drafter, self.kernels)
         self.attention = resolve_attention(run.train.attention, device, training=True)
@@ -210,10 +211,12 @@ class OurStep:
 
     def prepare(self) -> None:
         train = self.run.train
-        self.window = next_window(self.batches, 1, self.run.drafter, self.objective, num_anchors=train.num_anchors,
-                                  seed=train.seed, device=self.device, elapsed_s=0.0, stop=False)  # fmt: skip
-        parts = self.window.parts
-        parts[:] = [(batch.to(self.device), to_device(blocks, self.device)) for batch, blocks in parts]
+        self.window = next_window(self.batches, self.fed or 1, self.run.drafter, self.objective,
+                                  num_anchors=train.num_anchors, seed=train.seed, device=self.device, elapsed_s=0.0,
+                                  stop=False)  # fmt: skip
+        if not self.fed:
+            parts = self.window.parts
+            parts[:] = [(batch.to(self.device), to_device(blocks, self.device)) for batch, blocks in parts]
 
     def step(self) -> None:
         self.values = train_window(
@@ -229,15 +232,16 @@ def engine_module(engine) -> DFlashDrafter:
     return engine.model if isinstance(engine, PlainEngine) else engine.engine.module
 
 
-def plain_step(run: TrainRun, head: TargetHead, device: torch.device, documents: int = 1) -> OurStep:
+def plain_step(run: TrainRun, head: TargetHead, device: torch.device, documents: int = 1, fed: int = 0) -> OurStep:
     model = random_drafter(run.drafter, device, inputs.DTYPES[run.train.dtype])
-    return OurStep(run, head, PlainEngine(model, device), device, documents)
+    return OurStep(run, head, PlainEngine(model, device), device, documents, fed)
 
 
-def measure(run: TrainRun, head: TargetHead, device: torch.device, pace: Pace, documents: int = 1) -> dict:
+def measure(run: TrainRun, head: TargetHead, device: torch.device, pace: Pace, documents: int = 1,
+            fed: int = 0) -> dict:  # fmt: skip
     """Forward and backward as `train_window` does them: masks, drafter, chunked head, gradients. copy_ms: of a row to
     the device, which is not in them."""
-    ours = plain_step(run, head, device, documents)
+    ours = plain_step(run, head, device, documents, fed)
 
     def prepare() -> None:
         ours.engine.model.zero_grad(set_to_none=True)

@@ -76,8 +76,7 @@ def train_window(
     every rank when the loss is not finite."""
     denominator = max(window.denominator, 1e-9)  # 0 when no row of the window has an anchor
     total: Tensor | float = 0.0
-    for batch, blocks in window.parts:
-        batch, blocks = batch.to(engine.device), to_device(blocks, engine.device)
+    for batch, blocks in uploaded(window.parts, engine.device):
         hidden_BNSD = block_hidden(engine, config, head, batch, blocks, attention)
         terms = draft_loss(hidden_BNSD, blocks, head, objective, batch)
         engine.backward(terms.numerator, denominator)
@@ -91,6 +90,30 @@ def train_window(
                         fix="a lower train.lr; the last checkpoint is from before")  # fmt: skip
     accuracy = [hits / max(count, 1) for hits, count in zip(correct, supervised)]
     return {"loss": loss, "grad_norm": engine.gradient_norm(), "accuracy": accuracy}
+
+
+def uploaded(parts: list[tuple[DraftBatch, Blocks]], device: torch.device) -> Iterator[tuple[DraftBatch, Blocks]]:
+    """The micro-batches on the device. On a GPU each is copied while the one before is computed, by a stream of its
+    own: behind the computing they would take 2 to 4 % of it (3 ms of a row of 3,072 tokens at five taps)."""
+    if device.type != "cuda":
+        yield from ((batch.to(device), to_device(blocks, device)) for batch, blocks in parts)
+        return
+    computing, copying = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+
+    def upload(part: tuple[DraftBatch, Blocks]) -> tuple[DraftBatch, Blocks, torch.cuda.Event]:
+        batch, blocks = part
+        with torch.cuda.stream(copying):
+            return batch.to(device), to_device(blocks, device), copying.record_event()
+
+    ahead = upload(parts[0]) if parts else None
+    for number in range(len(parts)):
+        batch, blocks, copied = ahead
+        computing.wait_event(copied)
+        for value in (*vars(batch).values(), *vars(blocks).values()):
+            if isinstance(value, Tensor):  # its memory must not be given to the next copy before this is computed
+                value.record_stream(computing)
+        ahead = upload(parts[number + 1]) if number + 1 < len(parts) else None
+        yield batch, blocks
 
 
 def to_device(blocks: Blocks, device: torch.device) -> Blocks:
