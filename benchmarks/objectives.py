@@ -2,7 +2,8 @@
 
     python benchmarks/objectives.py --work runs/objectives                one H200: prepare, train, measure, table
     python benchmarks/objectives.py --work runs/objectives --size cpu     two cores: a drafter of one layer, few steps
-    ... --parts train,measure,table --minutes 9                           some parts; nothing is begun after so long
+    ... --parts train,measure,table --minutes 9       some parts; nothing is begun that would not end within so long
+    ... --parts train --train-minutes 4               as many steps as fit, by the pace of a few steps of each process
 
 Arms (`objectives_plan.py`): this project's default, specforge's and speculators' objectives by their own code
 (`make peers`), D-PACE, and eight-bit states; each with the same samples in the same order, the same initial weights and
@@ -16,14 +17,16 @@ the same number of steps, two learning rates and two seeds.
 """
 
 import argparse
+import math
 import multiprocessing
 import os
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,11 +36,15 @@ from objectives_train import copy_in_eight_bits, finished, heldout_refs, open_da
 
 from dflash_train import cli
 from dflash_train.util.errors import UserError
-from dflash_train.util.io import write_bytes, write_json
+from dflash_train.util.io import read_json, write_bytes, write_json
 from dflash_train.util.log import say
 from dflash_train.util.provenance import code_version
 
 PARTS = ("prepare", "train", "measure", "table")
+FITTED = "steps.json"
+PACE_STEPS = 40
+FILLED = 0.8
+"""Of the time, by steps: the rest is for saving, for the walk that chooses, and for a pace that was too good."""
 
 
 def prepare(plan: Plan) -> None:
@@ -52,22 +59,44 @@ def prepare(plan: Plan) -> None:
         copy_in_eight_bits(plan)
 
 
-def train(plan: Plan, until: float) -> list[str]:
-    """Every run that is not done -> what failed. Raises UserError, before any, for too few held-out samples."""
+def train(plan: Plan, until: float, minutes: float | None) -> list[str]:
+    """Every run that is not done -> what failed. minutes: that all may take; null: plan.steps whatever they take.
+    Raises UserError, before any, for too few held-out samples."""
     heldout_refs(plan, open_data(plan, Spec(BASE, plan.lrs[0], 0)), choose=True)
-    open_runs = [spec for spec in plan.specs() if finished(plan, spec) is None]
-    say(f"train: {len(open_runs)} of {len(plan.specs())} runs of {plan.steps} steps, {plan.processes} side by side")
-    return side_by_side(plan, train_one, [(spec.name, spec) for spec in open_runs], until)
+    with workers(plan) as do:
+        if minutes is not None:
+            plan = fitted(plan, do, 60 * minutes)
+        open_runs = [spec for spec in plan.specs() if finished(plan, spec) is None]
+        say(f"train: {len(open_runs)} of {len(plan.specs())} runs of {plan.steps} steps, {plan.processes} side by side")
+        return do(train_one, plan, [(spec.name, spec) for spec in open_runs], until)
+
+
+def fitted(plan: Plan, do: Callable, seconds: float) -> Plan:
+    """The plan with the number of steps that fits, kept in its folder: what goes on later has as many."""
+    short, specs, start = plan.short(PACE_STEPS), plan.specs(), time.time()
+    side, waves = min(plan.processes, len(specs)), math.ceil(len(specs) / plan.processes)
+    spread = [specs[i * len(specs) // side] for i in range(side)]  # of every arm
+    do(train_one, short, [(f"pace of {spec.name}", spec) for spec in spread], math.inf)
+    paces = {spec.name: record["step_s"] for spec in spread if (record := finished(short, spec))}
+    if not paces:
+        raise UserError("pace", got="no run that came to its end", want="one", fix="what failed is above")
+    left = seconds - (time.time() - start)
+    fit = int(FILLED * left / waves / max(paces.values())) // 10 * 10
+    steps = max(PACE_STEPS, min(fit, plan.steps))
+    write_json(plan.work / FITTED, {"steps": steps, "seconds_a_step": paces, "seconds": seconds, "left": left})
+    say(f"train: {fit} steps fit into {left:.0f} s by the pace of {side} processes; {steps} are made")
+    return replace(plan, steps=steps)
 
 
 def measure(plan: Plan, until: float) -> list[str]:
     """The chosen runs' walk and decoding -> what failed."""
     chosen, _, _ = choices(plan)
     specs = chosen_specs(plan, chosen)
-    failed = side_by_side(plan, walk_one, [(f"walk {spec.name}", spec) for spec in specs], until)
     groups = [specs[i :: plan.processes] for i in range(plan.processes)]
     jobs = [(f"decode {', '.join(spec.name for spec in group)}", group) for group in groups if group]
-    return failed + side_by_side(plan, decode, jobs, until)
+    with workers(plan) as do:
+        failed = do(walk_one, plan, [(f"walk {spec.name}", spec) for spec in specs], until)
+        return failed + do(decode, plan, jobs, until)
 
 
 def table(plan: Plan) -> None:
@@ -96,46 +125,58 @@ def table(plan: Plan) -> None:
 # ---------------------------------------------------------------- processes
 
 
-def side_by_side(plan: Plan, work: Callable, jobs: Iterable[tuple[str, object]], until: float) -> list[str]:
-    """work(plan, argument) of every job, in plan.processes processes (1: in this one) -> names of those that failed.
-
-    A process does several jobs, one after the other, so it compiles once."""
-    jobs = list(jobs)
+@contextmanager
+def workers(plan: Plan) -> Iterator[Callable]:
+    """do(work, plan, [(name, argument)], until) -> names of the jobs that failed; plan.processes of them at a time, in
+    processes (1: in this one) that stay, so that each compiles once."""
     if plan.processes == 1:
-        return [name for name, argument in jobs if not attempt(work, plan, name, argument, until)]
-    with ProcessPoolExecutor(plan.processes, multiprocessing.get_context("spawn")) as pool:
-        done = [pool.submit(attempt, work, plan, name, argument, until) for name, argument in jobs]
+        yield lambda work, plan, jobs, until: [name for name, job in jobs if not attempt(work, plan, name, job, until)]
+        return
+
+    def do(work: Callable, plan: Plan, jobs: list[tuple[str, object]], until: float) -> list[str]:
+        done = [pool.submit(attempt, work, plan, name, job, until) for name, job in jobs]
         return [name for (name, _), future in zip(jobs, done, strict=True) if not future.result()]
+
+    with ProcessPoolExecutor(plan.processes, multiprocessing.get_context("spawn")) as pool:
+        yield do
+
+
+LONGEST: dict[Callable, float] = {}
+"""Seconds that the longest of a kind of job took in this process."""
 
 
 def attempt(work: Callable, plan: Plan, name: str, argument: object, until: float) -> bool:
-    """False, and said, when it failed or was not begun: the others go on."""
-    if time.time() > until:
-        say(f"{name}: not begun, the time is over")
+    """False, and said, when it failed, or was not begun since the like of it takes too long; the others go on."""
+    start, length = time.time(), LONGEST.get(work, 0.0) if plan.under == "runs" else 0.0
+    if start + length > until:
+        say(f"{name}: not begun, {max(0, until - start):.0f} s are left of the time and it takes {length:.0f}")
         return False
-    start = time.time()
     try:
         work(plan, argument)
     except Exception:
         traceback.print_exc(limit=-6, file=sys.stdout)
         say(f"{name}: failed")
         return False
-    say(f"{name}: done in {time.time() - start:.0f} s")
+    took = time.time() - start
+    if plan.under == "runs":
+        LONGEST[work] = max(length, took)
+    say(f"{name}: done in {took:.0f} s")
     return True
 
 
 # ---------------------------------------------------------------- the command
 
 
-def read_plan(argv: list[str]) -> tuple[Plan, list[str], float]:
-    """(plan, parts, minutes). Raises UserError naming an argument that cannot be."""
+def read_plan(argv: list[str]) -> tuple[Plan, list[str], argparse.Namespace]:
+    """(plan, parts, what else was given). Raises UserError naming an argument that cannot be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of answers, states, runs and results")
     parser.add_argument("--size", choices=list(SIZES), default="gpu")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--arms", help=f"of {','.join(ARMS)}; the first five unless given")
     parser.add_argument("--data", nargs="*", default=[], help="words for another mix: data=mine data.sources...")
-    parser.add_argument("--minutes", type=float, default=1e6, help="nothing is begun after so long")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="nothing is begun that takes longer")
+    parser.add_argument("--train-minutes", type=float, help="that all runs may take together; --steps at most")
     for name in ("steps", "processes", "choose", "walk", "prompts"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--lrs", type=lambda text: [float(part) for part in text.split(",")])
@@ -150,16 +191,18 @@ def read_plan(argv: list[str]) -> tuple[Plan, list[str], float]:
         raise UserError("--arms", got=", ".join(arms), want=f"{BASE} among them: the others are compared with it")
     changed = {name: value for name in ("steps", "processes", "choose", "walk", "prompts", "lrs")
                if (value := getattr(given, name)) is not None}  # fmt: skip
-    return replace(plan, arms=arms, **changed), parts, given.minutes
+    return replace(plan, arms=arms, **changed), parts, given
 
 
 def main(argv: list[str]) -> int:
-    plan, parts, minutes = read_plan(argv)
-    until, failed = time.time() + 60 * minutes, []
+    plan, parts, given = read_plan(argv)
+    until, failed = time.time() + 60 * given.minutes, []
+    if given.steps is None and (plan.work / FITTED).exists():
+        plan, given.train_minutes = replace(plan, steps=read_json(plan.work / FITTED)["steps"]), None
     if "prepare" in parts:
         prepare(plan)
     if "train" in parts:
-        failed += train(plan, until)
+        failed += train(plan, until, given.train_minutes)
     if "measure" in parts:
         failed += measure(plan, until)
     if "table" in parts:

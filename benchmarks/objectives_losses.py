@@ -1,8 +1,8 @@
 """The objectives of `objectives.py` behind one face: which positions become blocks, and a step's loss terms.
 
-Of the peers (`make peers`) their own code runs, found in .peers/: the draw of anchors, labels, masks, weights,
-reduction and normalisation. Ours under every objective are the packed rows, the drafter with its masks, the frozen
-head's weights, and the optimizer.
+Of the peers their own code runs (`peers_code.py`): the draw of anchors, labels, masks, weights, reduction and
+normalisation. Ours under every objective are the packed rows, the drafter with its masks, the frozen head's weights,
+and the optimizer.
 
     specforge 0.2.0    OnlineDFlashModel: _sample_anchor_positions and forward, fed with our drafter's hidden states;
                        a step is summed terms over summed weights, as its trainer accumulates them
@@ -12,21 +12,13 @@ head's weights, and the optimizer.
 Both draw among all positions of a row alike, so a long answer gives more blocks; ours shares them out by document.
 """
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
-import sys
-import types
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from objectives_plan import Arm, gamma_of
+from peers_code import peers
 from torch import Tensor, nn
 
-from dflash_train import cli
 from dflash_train.config import DrafterConfig, TrainRun
 from dflash_train.drafter.anchors import make_blocks
 from dflash_train.drafter.loss import draft_loss
@@ -35,8 +27,6 @@ from dflash_train.engine.window import draw_blocks
 from dflash_train.records import Blocks, DraftBatch, TargetHead
 from dflash_train.store.order import Row
 from dflash_train.util.errors import UserError
-
-PEERS = cli.ROOT / ".peers"
 
 
 class TrainedBy(Protocol):
@@ -148,43 +138,3 @@ def check_prompts(batch: DraftBatch, block_size: int) -> None:
     is as long as a block. Raises UserError otherwise."""
     if (batch.loss_mask & (batch.position_ids < block_size)).any():
         raise UserError("prompts", got="one that is shorter than a block", want=f">= {block_size} tokens each")
-
-
-# ---------------------------------------------------------------- their code
-
-
-class _OpenAIStub(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """An `openai` of empty classes: speculators imports its client for servers that are not started here."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name == "openai" or name.startswith("openai."):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec):
-        return types.ModuleType(spec.name)
-
-    def exec_module(self, module):
-        def attribute(name: str) -> type:
-            if name.startswith("__"):  # else whoever walks sys.modules finds a class where it expects a path
-                raise AttributeError(name)
-            return type(name, (), {})
-
-        module.__getattr__ = attribute
-
-
-@contextmanager
-def peers() -> Iterator[None]:
-    """.peers behind everything installed, so that only what we lack comes from there. Raises UserError without it."""
-    if not PEERS.is_dir():
-        raise UserError(str(PEERS), got="no such folder", want="the peers' own code", fix="make peers")
-    stub = _OpenAIStub()
-    sys.path.append(str(PEERS))
-    sys.meta_path.append(stub)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        sys.meta_path.remove(stub)
-        sys.path.remove(str(PEERS))

@@ -9,7 +9,7 @@
     speculators_kl   speculators' earlier recipe: KL with decay, gamma 4
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -46,7 +46,8 @@ class Plan:
     """words: of every stage (data, target, answers, hardware); extract, train: of that stage beside them.
 
     choose, walk: held-out samples on which the learning rate is chosen, and other ones on which drafters are compared.
-    processes: side by side, each with `threads` threads (null: torch's own number). minutes: nothing is begun later.
+    processes: side by side, each with `threads` threads (null: torch's own number). under: runs/, or pace/ for the few
+    steps that tell how many fit.
     """
 
     work: Path
@@ -64,6 +65,7 @@ class Plan:
     threads: int | None = None
     arms: list[str] = field(default_factory=lambda: list(ARMS)[:5])
     seeds: list[int] = field(default_factory=lambda: [0, 1])
+    under: str = "runs"
 
     def specs(self) -> list["Spec"]:
         """Every run, the first arms first, so that a run cut short compares those."""
@@ -73,7 +75,11 @@ class Plan:
         return self.work / ("store_fp8" if fp8 else "store")
 
     def folder(self, spec: "Spec") -> Path:
-        return self.work / "runs" / spec.name
+        return self.work / self.under / spec.name
+
+    def short(self, steps: int) -> "Plan":
+        """The same runs with so few steps that they show their pace alone."""
+        return replace(self, under="pace", steps=steps, choose=1)
 
     def facts(self, spec: "Spec") -> dict:
         """What a finished run must agree with, or its figures are those of another experiment."""
@@ -119,7 +125,7 @@ TASKS = ["humaneval", "gsm8k", "mtbench"]
 ANSWERS = ["target=smollm2_135m", "data.answers.greedy_share=1"]  # greedy: what the walk simulates
 STORE = ["store=local", "store.last_hidden=true", "extract.monitor.enabled=false"]
 GPU_DATA = ["data=demo", "+data.sources.evals.options.per_folder=40", "data.sources.evals.take=5500",
-            "data.sources.stdlib.take=2500", "data.heldout_fraction=0.07", "data.allow_short=true"]  # fmt: skip
+            "data.sources.stdlib.take=2500", "data.heldout_fraction=0.09", "data.allow_short=true"]  # fmt: skip
 CPU_DATA = ["data=demo", "limit=280", "data.max_prompt_chars=240", "data.allow_short=true",
             "data.heldout_fraction=0.1"]  # fmt: skip
 
@@ -127,11 +133,11 @@ CPU_DATA = ["data=demo", "limit=280", "data.max_prompt_chars=240", "data.allow_s
 def gpu_plan(work: Path, data: list[str]) -> Plan:
     """One H200: five layers, blocks of 8, four rows of 2,048 tokens a step, several runs side by side."""
     words = [*(data or GPU_DATA), *ANSWERS, f"work_dir={work}", "target.dtype=bfloat16",
-             "data.answers.max_new_tokens=256", "data.answers.batch_size=768"]  # fmt: skip
+             "data.answers.max_new_tokens=128", "data.answers.batch_size=1024"]  # fmt: skip
     return Plan(
         work, words, [*STORE, "extract.max_tokens=1024", "extract.batch_tokens=65536"],
         ["train=gpu_small", "drafter=small_b8", "train.prefetch_rows=16"],
-        lrs=[6e-4, 1.2e-3], steps=800, choose=150, walk=250, tasks=TASKS, prompts=32, new_tokens=128, processes=8,
+        lrs=[6e-4, 1.2e-3], steps=1500, choose=100, walk=220, tasks=TASKS, prompts=32, new_tokens=128, processes=10,
         threads=2,
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ import hashlib
 import math
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from dflash_train.store import STORES
 from dflash_train.store.base import ObjectStore
 from dflash_train.store.fp8 import quantize
 from dflash_train.store.loader import Prefetcher, RowReader, ShardCache
+from dflash_train.store.markers import Marker
 from dflash_train.store.order import Row, rank_share
 from dflash_train.store.shard import (
     ShardFacts,
@@ -50,6 +52,9 @@ from dflash_train.util.errors import UserError
 from dflash_train.util.io import read_json, write_json
 from dflash_train.util.log import say
 from dflash_train.util.provenance import code_version, provenance, stable_hash
+
+COPIERS = 4
+"""Shards that are copied at a time."""
 
 # ---------------------------------------------------------------- what a run reads
 
@@ -83,9 +88,8 @@ def copy_in_eight_bits(plan: Plan) -> None:
     source, target = (open_store(plan, fp8) for fp8 in (False, True))
     manifest, markers = read_manifest(source), list_markers(source, "train")
     have = {marker.shard_id for marker in list_markers(target, "train")}
-    for marker in markers:
-        if marker.shard_id in have:
-            continue
+
+    def copy(marker: Marker) -> None:
         path = fetch_shard(source, marker, plan.work / "copy")
         shard = read_shard(path)
         codes, scales = quantize(shard.hidden, len(manifest["layer_ids"]))
@@ -94,6 +98,9 @@ def copy_in_eight_bits(plan: Plan) -> None:
         write_shard(written, eight)
         publish_shard(target, written, ShardFacts.of(marker.shard_id, eight))
         written.unlink()
+
+    with ThreadPoolExecutor(COPIERS) as pool:
+        list(pool.map(copy, (marker for marker in markers if marker.shard_id not in have)))
     counts = {name: {**manifest[name], "heldout": 0} for name in ("samples", "tokens")}
     counts["shards"] = {"train": len(markers), "heldout": 0}
     put_manifest(target, manifest | counts | {"dtype": "fp8"}, ("target.fingerprint", "shards.train"))
@@ -188,8 +195,10 @@ def train_one(plan: Plan, spec: Spec) -> None:
                             math.ceil(train.prefetch_rows / train.micro_batch), pin=device.type == "cuda")  # fmt: skip
     batches = iter(prefetcher)
     torch.manual_seed(spec.seed)  # of the peers' draws of anchors
+    begun = []
     try:
         for step in range(plan.steps):
+            begun.append(time.monotonic())
             loss = train_step(weights, objective, batches, train, config, head, attention, step, plan.steps, record)
             if (step + 1) % max(1, plan.steps // 8) == 0:
                 record["losses"].append([step + 1, float(loss)])
@@ -198,7 +207,8 @@ def train_one(plan: Plan, spec: Spec) -> None:
                     raise UserError(f"{spec.name}: loss", got=float(loss), want="a finite number", fix="lower --lrs")
     finally:
         prefetcher.close()
-    train_s = time.monotonic() - start
+    train_s, half = time.monotonic() - start, begun[plan.steps // 2 :]
+    step_s = (time.monotonic() - half[0]) / len(half)  # without what is compiled at first
     facts = provenance(
         cli.config_dict(data.run), step=plan.steps, seed=spec.seed, layer_ids=data.manifest["layer_ids"],
         target={key: data.manifest["target"][key] for key in ("name", "fingerprint")},
@@ -209,7 +219,7 @@ def train_one(plan: Plan, spec: Spec) -> None:
     samples = hashlib.sha256("\n".join(record.pop("samples")).encode()).hexdigest()[:16]
     write_json(plan.folder(spec) / "run.json", {
         "facts": plan.facts(spec), **record, "samples": samples, "cut_samples": num_cut, "choose": chosen_on,
-        "train_s": train_s, "all_s": time.monotonic() - start, "device": device_name(device),
+        "train_s": train_s, "step_s": step_s, "all_s": time.monotonic() - start, "device": device_name(device),
         "code_version": code_version(), "torch": torch.__version__, "dtype": train.dtype,
     })  # fmt: skip
 

@@ -17,11 +17,12 @@ import objectives_losses
 import objectives_measure
 import objectives_plan
 import objectives_train
+import peers_code
 from objectives_plan import ARMS, Spec
 
 needs_peers = [
     pytest.mark.peers,
-    pytest.mark.skipif(not objectives_losses.PEERS.is_dir(), reason="the peers' code is not here: `make peers`"),
+    pytest.mark.skipif(not peers_code.PEERS.is_dir(), reason="the peers' code is not here: `make peers`"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
@@ -105,6 +106,30 @@ def test_a_finished_run_is_not_trained_again_and_another_experiments_is_refused(
         objectives.main(arguments(work, "--parts", "train", "--steps", "5", arms="ce_decay"))
 
 
+def test_the_number_of_steps_that_fits_is_found_once_and_kept(work, monkeypatch, capsys):
+    monkeypatch.setattr(objectives, "PACE_STEPS", 6)
+    asked = ["--work", str(work / "fitted"), *arguments(work, arms="ce_decay")[2:]]
+    (work / "fitted").mkdir()
+    (work / "fitted/store").symlink_to(work / "store")
+    assert objectives.main([*asked, "--parts", "train", "--train-minutes", "0", "--steps", "50"]) == 0
+    assert "6 are made" in capsys.readouterr().out  # time for none: the fewest that there can be
+    assert read_json(work / "fitted/steps.json")["steps"] == 6
+    assert objectives.main([*asked, "--parts", "measure,table", "--train-minutes", "9"]) == 0
+    made = read_json(work / "fitted/objectives.json")
+    assert made["missing"] == [] and made["plan"]["steps"] == 6
+
+
+def test_what_would_not_end_in_time_is_not_begun(work, monkeypatch):
+    plan, _, _ = objectives.read_plan(arguments(work, arms="ce_decay"))
+    done, name = [], "a run"
+    do = lambda plan, seconds: done.append(objectives.time.sleep(seconds))
+    now = objectives.time.time()
+    monkeypatch.setattr(objectives, "LONGEST", {})
+    assert objectives.attempt(do, plan, name, 0.2, now + 9)
+    assert not objectives.attempt(do, plan, name, 0.0, objectives.time.time() + 0.1) and len(done) == 1
+    assert objectives.attempt(do, plan, name, 0.0, objectives.time.time() + 0.9)
+
+
 def test_a_run_that_fails_or_is_too_late_is_named_and_its_arm_left_out(work, monkeypatch, capsys):
     folder = work / "runs" / Spec("dpace", 1e-3, 1).name
     record = read_json(folder / "run.json")
@@ -165,7 +190,7 @@ class TestPeers:
         """One document a row, as it trains; its own network with our weights."""
         loss, gradient, anchors = through(name, num_documents=1)
         _, config, model, head, batch = peer_setup(num_documents=1)
-        with objectives_losses.peers():
+        with peers_code.peers():
             from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel
             from specforge.modeling.draft.dflash import DFlashDraftModel
         peer = DFlashDraftModel.from_pretrained(exported(tmp_path, config, model, "sglang"), attn_implementation="sdpa",
@@ -185,7 +210,7 @@ class TestPeers:
         """Packed documents, which it trains too."""
         loss, gradient, anchors = through(name)
         _, config, model, head, batch = peer_setup()
-        with objectives_losses.peers():
+        with peers_code.peers():
             from speculators.losses import resolve_loss_config
             from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
         folder = exported(tmp_path, config, model, "speculators")
@@ -239,7 +264,8 @@ def exported(folder, config, model, flavour: str):
 
 
 def test_without_the_peers_code_their_arms_say_what_fetches_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(objectives_losses, "PEERS", tmp_path / "none")
+    monkeypatch.setattr(peers_code, "PEERS", tmp_path / "none")
+    monkeypatch.setattr(peers_code, "find_spec", lambda name: None)  # installed or imported already
     run, config, _, head, _ = peer_setup()
     with pytest.raises(objectives.UserError, match="make peers"):
         objectives_losses.make_objective(ARMS["specforge"], run, config, head)
