@@ -42,7 +42,7 @@ from dflash_train.util.provenance import code_version
 
 PARTS = ("prepare", "train", "measure", "table")
 FITTED = "steps.json"
-PACE_STEPS = 40
+PACE_STEPS = 60
 FILLED = 0.8
 """Of the time, by steps: the rest is for saving, for the walk that chooses, and for a pace that was too good."""
 

@@ -55,6 +55,8 @@ from dflash_train.util.provenance import code_version, provenance, stable_hash
 
 COPIERS = 4
 """Shards that are copied at a time."""
+WALK_BLOCKS = 128
+"""Positions of a sample that the walk drafts from at a time."""
 
 # ---------------------------------------------------------------- what a run reads
 
@@ -207,15 +209,15 @@ def train_one(plan: Plan, spec: Spec) -> None:
                     raise UserError(f"{spec.name}: loss", got=float(loss), want="a finite number", fix="lower --lrs")
     finally:
         prefetcher.close()
-    train_s, half = time.monotonic() - start, begun[plan.steps // 2 :]
-    step_s = (time.monotonic() - half[0]) / len(half)  # without what is compiled at first
+    train_s, late = time.monotonic() - start, begun[2 * plan.steps // 3 :]
+    step_s = (time.monotonic() - late[0]) / len(late)  # without what is compiled and fetched at first
     facts = provenance(
         cli.config_dict(data.run), step=plan.steps, seed=spec.seed, layer_ids=data.manifest["layer_ids"],
         target={key: data.manifest["target"][key] for key in ("name", "fingerprint")},
         chat_template_hash=data.manifest["chat_template_hash"],
     )  # fmt: skip
     save_drafter(plan.folder(spec) / "drafter", weights.exact, config, facts)
-    chosen_on = walk(plan, weights.model, config, head, attention, device, choose=True)
+    chosen_on = walk(plan, weights.model, config, head, device, choose=True)
     samples = hashlib.sha256("\n".join(record.pop("samples")).encode()).hexdigest()[:16]
     write_json(plan.folder(spec) / "run.json", {
         "facts": plan.facts(spec), **record, "samples": samples, "cut_samples": num_cut, "choose": chosen_on,
@@ -249,14 +251,16 @@ def train_step(weights: Weights, objective: TrainedBy, batches: Iterator[tuple[l
 # ---------------------------------------------------------------- the walk
 
 
-def walk(plan: Plan, model: nn.Module, config: DrafterConfig, head: TargetHead, attention: str, device: torch.device,
-         *, choose: bool) -> dict[str, list[int]]:  # fmt: skip
-    """Held-out sample -> lengths of its rounds, on 16-bit states whatever the drafter was trained on."""
+def walk(plan: Plan, model: nn.Module, config: DrafterConfig, head: TargetHead, device: torch.device, *,
+         choose: bool) -> dict[str, list[int]]:  # fmt: skip
+    """Held-out sample -> lengths of its rounds, on 16-bit states whatever the drafter was trained on.
+
+    By SDPA, which compiles nothing: flex would, for every length of sample, in every process."""
     data = open_data(plan, Spec(BASE, plan.lrs[0], 0))
     refs = heldout_refs(plan, data, choose=choose)
-    objective = inputs.make_objective(data.run, config)
+    objective = replace(inputs.make_objective(data.run, config), chunk_blocks=WALK_BLOCKS)
     samples = (heldout_sample(data.cache.get(marker), j) for _, marker, j in refs)
-    stats = evaluate_samples(model, config, head, samples, objective=objective, attention=attention, device=device,
+    stats = evaluate_samples(model, config, head, samples, objective=objective, attention="sdpa", device=device,
                              stop_ids=data.manifest["target"]["stop_ids"])  # fmt: skip
     return {name: rounds for (name, _, _), rounds in zip(refs, stats.round_lengths, strict=True)}
 
@@ -282,6 +286,5 @@ def walk_one(plan: Plan, spec: Spec) -> None:
     run = plan.train_run(spec)
     device, dtype = pick_device(run.hardware.device, plan.threads), inputs.DTYPES[run.train.dtype]
     model, config = load_drafter(plan.folder(spec) / "drafter", dtype=dtype, device=device)
-    attention = resolve_attention(run.train.attention, device, training=False)
     head = read_head(plan, device, dtype)
-    write_json(path, walk(plan, model, config, head, attention, device, choose=False))
+    write_json(path, walk(plan, model, config, head, device, choose=False))
