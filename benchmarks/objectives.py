@@ -82,7 +82,7 @@ def fitted(plan: Plan, do: Callable, seconds: float) -> Plan:
         raise UserError("pace", got="no run that came to its end", want="one", fix="what failed is above")
     left = seconds - (time.time() - start)
     fit = int(FILLED * left / waves / max(paces.values())) // 10 * 10
-    steps = max(PACE_STEPS, min(fit, plan.steps))
+    steps = min(max(PACE_STEPS, fit), plan.steps)
     write_json(plan.work / FITTED, {"steps": steps, "seconds_a_step": paces, "seconds": seconds, "left": left})
     say(f"train: {fit} steps fit into {left:.0f} s by the pace of {side} processes; {steps} are made")
     return replace(plan, steps=steps)

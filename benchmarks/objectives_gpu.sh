@@ -3,19 +3,24 @@
 # decoding, table. What is there at the end is in the table; called again it goes on where it was.
 #   benchmarks/objectives_gpu.sh           TRAIN_ARMS: others than the first five. OUT: table, figures, logs. WORK: all
 #   benchmarks/objectives_gpu.sh rehearse  the same on two cores in minutes: a small drafter, few prompts, no result
+#   benchmarks/objectives_gpu.sh smoke     every arm on that card with a random model, on PROMPTS: what fails, fails here
 # Where there is no network: PROMPTS, a mix made elsewhere (its prompts.jsonl and heldout.jsonl in one file, gzipped or
-# not), and WHEELS, a folder with the wheels of the target and of the three tasks. PYTHON: with what the project needs.
+# not), and WHEELS, a folder with the wheels of the target and of the three tasks. PYTHON: what has all the needs.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-size=gpu; [ "${1:-}" != rehearse ] || size=cpu
+case ${1:-} in "") size=gpu ;; rehearse) size=cpu ;; smoke) size=tiny ;; *) sed -n '2,9p' "$0"; exit 2 ;; esac
 work=${WORK:-runs/objectives_$size}; out=${OUT:-$work/reports}; python=${PYTHON:-python3}
 minutes=${MINUTES:-9.2}; measure=${MEASURE_MINUTES:-2.2}  # of the minutes, kept for walk and decoding
 words=(--work "$work" --size $size ${TRAIN_ARMS:+--arms "$TRAIN_ARMS"})
-[ $size = gpu ] || words+=(--choose 4 --walk 8 --prompts 2)
+[ $size != cpu ] || words+=(--choose 4 --walk 8 --prompts 2)
+[ $size != tiny ] || words+=(--processes 2)
 if [ -n "${PROMPTS:-}" ]; then
   words+=(--data data=mine "data.sources.mine.path=$PROMPTS" data.sources.mine.form=native)
-  if [ $size = gpu ]; then words+=(data.heldout_fraction=0.09)
-  else words+=(limit=60 data.max_prompt_chars=240 data.heldout_fraction=0.3); fi
+  case $size in
+    gpu) words+=(data.heldout_fraction=0.09) ;;
+    cpu) words+=(limit=60 data.max_prompt_chars=240 data.heldout_fraction=0.3) ;;
+    tiny) words+=(limit=40 data.max_prompt_chars=120 task=heldout "hardware=${HARDWARE:-auto}") ;;
+  esac
 fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-2}  # of ten processes that compile at once

@@ -156,18 +156,22 @@ def cpu_plan(work: Path, data: list[str]) -> Plan:
 
 
 def tiny_plan(work: Path, data: list[str]) -> Plan:
-    """A random model in seconds, in one process: no result."""
+    """A random model in seconds: no result. On the CPU, unless data names other hardware; in bfloat16 then."""
     if not data:
         raise UserError("--data", got="nothing, with --size tiny", want="data=mine data.sources.mine.path=... task=...")
     tasks = [word.removeprefix("task=") for word in data if word.startswith("task=")]
     words = [*(word for word in data if not word.startswith("task=")), "target=tiny", f"work_dir={work}",
              "data.answers.greedy_share=1", "data.answers.max_new_tokens=24", "data.answers.max_repetition=1",
              "data.answers.probe=false", "data.heldout_fraction=0.5", "data.allow_short=true", "data.decontaminate=[]",
-             "data.num_processes=1", "hardware=cpu", "hardware.num_threads=1"]  # fmt: skip
+             "data.num_processes=1"]  # fmt: skip
+    dtype = "bfloat16"
+    if not any(word.startswith("hardware=") for word in words):
+        words, dtype = [*words, "hardware=cpu", "hardware.num_threads=1"], "float32"
+    words += [f"target.dtype={dtype}"]
     return Plan(
         work, words, [*STORE, "extract.max_tokens=256", "extract.layer_ids=[0,1]"],
         ["drafter=tiny", "train.row_tokens=256", "train.global_batch=2", "train.micro_batch=2", "train.num_anchors=8",
-         "train.dtype=float32", "train.head_chunk_blocks=4", "train.epochs=50"],
+         f"train.dtype={dtype}", "train.head_chunk_blocks=4", "train.epochs=50"],
         lrs=[1e-3, 4e-3], steps=4, choose=3, walk=4, tasks=tasks, prompts=2, new_tokens=12, processes=1, threads=1,
     )  # fmt: skip
 
