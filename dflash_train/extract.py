@@ -8,12 +8,14 @@ so a killed run is resumed by typing the same command. `verify=true` only reads 
 """
 
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 from dflash_train import cli, plan, regenerate
 from dflash_train.capture.desk import Desk, run_here
 from dflash_train.capture.rows import RenderedRows, rendered_rows
 from dflash_train.capture.setup import MUST_AGREE, Setup, make_manifest, plan_all, resolve, say_rounding
+from dflash_train.capture.stream import StreamDesk, plan_stream
 from dflash_train.capture.supervisor import Supervisor, visible_gpus
 from dflash_train.capture.worker import Order
 from dflash_train.config import ExtractRun
@@ -31,6 +33,8 @@ from dflash_train.store.resume import is_complete, missing_shards
 from dflash_train.store.shard import put_manifest, read_manifest
 from dflash_train.store.slices import ShardPlan
 from dflash_train.store.staging import staging_folder, staging_parent
+from dflash_train.store.stream import RING, StreamStore
+from dflash_train.store.stream_writer import Ring
 from dflash_train.store.target_files import has_target_files
 from dflash_train.store.upload import Uploader, stop_on_signals
 from dflash_train.store.verify import verify_store
@@ -47,10 +51,18 @@ ASSUMED_TOKENS, ASSUMED_PROMPT = 1000, 200
 def main(run: ExtractRun) -> int | None:
     """The whole stage."""
     store = cli.plugin(STORES, run.store.kind, "store.kind").open_store(run.store, run.store_name)
+    streams = isinstance(store, StreamStore)
     if run.extract.verify:
         return verify(run, store)
-    if run.extract.clean:
-        return clean_store(store, run.extract.yes)
+    with store.held("extraction") if streams and not run.dry_run else nullcontext():
+        if run.extract.clean:
+            with store.held("training") if streams else nullcontext():
+                return clean_store(store, run.extract.yes)
+        return extract(run, store)
+
+
+def extract(run: ExtractRun, store: ObjectStore) -> int | None:
+    """From answers to shards."""
     preflight(run, store)
     target_module = cli.plugin(TARGETS, run.target.kind, "target.kind")
     setup = resolve(run, target_module.prepare(run.target))
@@ -61,6 +73,8 @@ def main(run: ExtractRun) -> int | None:
 
     rows = rendered_rows(run, setup.files, setup.answers)
     shards = plan_all(setup, rows)
+    if isinstance(store, StreamStore):
+        return extract_stream(setup, store, rows, shards)
     check_budget(setup, store, shards)
     say_rounding(put_manifest(store, make_manifest(setup, rows, shards), MUST_AGREE), run)
     todo = missing_shards(store, shards)
@@ -110,6 +124,8 @@ def preflight(run: ExtractRun, store: ObjectStore) -> None:
 
 def check_storage(run: ExtractRun, store: ObjectStore, answered: bool) -> plan.Check:
     """An estimate while there are no answers to count: a recipe of a million rows is refused before they are made."""
+    if isinstance(store, StreamStore):
+        return store.check_room()
     takes = [source.take for source in run.data.sources.values()]
     samples = run.data.total or (sum(takes) if None not in takes else None)
     if answered or samples is None or run.target.hidden_size is None:
@@ -160,21 +176,47 @@ def make_state(setup: Setup, num_shards: int, rows: RenderedRows, todo: list[Sha
 def extract_shards(setup: Setup, store: ObjectStore, rows: RenderedRows, todo: list[ShardPlan], folder: Path,
                    state: RunState, stop_check) -> None:  # fmt: skip
     """Capture, stage and upload every shard of `todo`, beside other hosts that do the same; all of them are uploaded
-    when this returns. On worker processes, or, where there is no GPU, in this one."""
+    when this returns."""
     order, config = Order.of(setup, rows, folder, todo), setup.run.extract
-    gpus, num_workers = choose_workers(setup.run, len(todo))
-    target_files = lambda: None if has_target_files(store) else setup.target_files()
     with Claims(store, config.lease_s, stop_check) as claims:
         desk = Desk(rows, todo, setup.token_bytes, claims, state, stop_check)
         with Uploader(store, folder, threads=setup.run.store.upload_threads, exit_s=config.stop_s,
                       on_done=desk.uploaded, on_retry=state.retry, stop_check=stop_check) as uploader:  # fmt: skip
             desk.open(uploader)
-            if num_workers:
-                with Supervisor(order, desk, config, gpus, num_workers, target_files) as supervisor:
-                    supervisor.run()
-            else:
-                run_here(order, desk, target_files())
+            work(setup, store, order, desk, len(todo))
             desk.close()
+
+
+def extract_stream(setup: Setup, store: StreamStore, rows: RenderedRows, shards: list[ShardPlan]) -> None:
+    """Make what training uses next, in its order, as long as it runs; what it has used up goes."""
+    train, heldout = plan_stream(setup, store, shards)
+    store.make_folder()
+    say_rounding(put_manifest(store, make_manifest(setup, rows, [*train, *heldout]), MUST_AGREE), setup.run)
+    store.write_plan(train)
+    todo = missing_shards(store, heldout)
+    say(f"stream: {len(train)} train shards an epoch through a ring of {human_bytes(store.max_bytes)} in {store.url}; "
+        f"{len(todo)} of {len(heldout)} held-out shards to do first, which stay")  # fmt: skip
+    say("now, on other GPUs: " + cli.next_command("train", setup.run))
+    with staging_folder(store.folder / RING) as folder, stop_on_signals() as stop_check:
+        order = Order.of(setup, rows, folder, [*train, *heldout])
+        state = make_state(setup, len(train) + len(heldout), rows, [*train, *todo])
+        page = setup.run.extract.monitor
+        with watch(state, page.enabled, page.host, page.port), Ring(store, train, todo, stop_check) as ring:
+            desk = StreamDesk(rows, ring, setup.token_bytes, state, stop_check)
+            work(setup, store, order, desk, len(train))
+            desk.close()
+    say("training is done; the ring is empty. What the stream still keeps goes with clean=true")
+
+
+def work(setup: Setup, store: ObjectStore, order: Order, desk: Desk, num_shards: int) -> None:
+    """Capture what the desk hands out: on worker processes, or, where there is no GPU, in this one."""
+    gpus, num_workers = choose_workers(setup.run, num_shards)
+    target_files = lambda: None if has_target_files(store) else setup.target_files()
+    if num_workers:
+        with Supervisor(order, desk, setup.run.extract, gpus, num_workers, target_files) as supervisor:
+            supervisor.run()
+    else:
+        run_here(order, desk, target_files())
 
 
 def choose_workers(run: ExtractRun, num_shards: int) -> tuple[list[str], int]:
@@ -212,6 +254,8 @@ def finish(run: ExtractRun, store: ObjectStore) -> int | None:
 
 def verify(run: ExtractRun, store: ObjectStore) -> int:
     """Read everything back; 1 when something is bad."""
+    if isinstance(store, StreamStore):
+        raise UserError("extract.verify", got="true, with store=stream", want="a store that keeps its shards")
     say(f"verify: reading back every shard in {store.url}")
     with tempfile.TemporaryDirectory() as folder:
         report = verify_store(store, folder, reopen=run.extract.reopen)

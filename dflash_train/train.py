@@ -20,18 +20,21 @@ import torch
 from dflash_train import cli, plan
 from dflash_train.config import DrafterConfig, TrainRun
 from dflash_train.drafter.dflash import resolve_attention
+from dflash_train.drafter.kernels import resolve_kernels
 from dflash_train.engine import inputs, zero
-from dflash_train.engine.checkpoint import DEEPSPEED, save_checkpoint
+from dflash_train.engine.agree import same_everywhere
+from dflash_train.engine.checkpoint import TRAINING, layout_change, save_checkpoint
 from dflash_train.engine.heldout import evaluate_heldout
 from dflash_train.engine.monitoring import Metrics, StepLog, stop_signals
 from dflash_train.engine.results import Results
 from dflash_train.engine.schedule import learning_rate, progress_at
 from dflash_train.engine.window import next_window, train_window
-from dflash_train.store import STORES
+from dflash_train.store import STORES, stream_reader
 from dflash_train.store.base import ObjectStore
-from dflash_train.store.loader import Prefetcher, RowReader, ShardCache
+from dflash_train.store.loader import Prefetcher, RowReader
 from dflash_train.store.order import RowOrder, rank_share
 from dflash_train.store.shard import read_manifest
+from dflash_train.store.stream import StreamStore
 from dflash_train.store.target_files import read_target_head
 from dflash_train.util import dist
 from dflash_train.util.device import cpu_has_bfloat16, cuda_problem, pick_device
@@ -53,6 +56,7 @@ class Inputs:
     total_steps: int
     accumulation: int
     resume: tuple[Path, dict] | None
+    stream: stream_reader.Stream | None = None
 
 
 def main(run: TrainRun) -> int:
@@ -95,6 +99,10 @@ def check(run: TrainRun) -> Inputs:
     accumulation = need("batch", lambda: train.check_world(world), lambda n:
                         f"{train.global_batch} rows = {world} rank(s) x {n} x {train.micro_batch} rows")  # fmt: skip
     store = cli.plugin(STORES, run.store.kind, "store.kind").open_store(run.store, run.store_name)
+    if isinstance(store, StreamStore) and not run.dry_run:
+        stream_reader.wait_for_extraction(store)
+        if dist.is_main():
+            store.lock("training")
     manifest = need("store", lambda: read_manifest(store), lambda m: f"{store.url}: {m['samples']['train']:,} samples")
     if manifest is None:
         checks[-1] = plan.Check("store", False, checks[-1].detail, cli.next_command("extract", run))
@@ -106,14 +114,17 @@ def check(run: TrainRun) -> Inputs:
                   f"{inputs.num_parameters(c):,} parameters, B={c.block_size}, taps {c.target_layer_ids}")  # fmt: skip
     ordered = shards and need("rows", lambda: inputs.plan_order(run, shards), lambda o:
                               f"{o[0].total_rows:,} of {train.row_tokens} tokens, {o[2]} samples cut")  # fmt: skip
+    stream = ordered and isinstance(store, StreamStore) and need("ring", lambda: stream_reader.plan_stream(
+        store, ordered[0], train.seed, ordered[1]), lambda s: f"at least {human_bytes(s.uses.need_bytes)} are needed; "
+        "every epoch is extracted anew")  # fmt: skip
     if config and train.init_from:
         need("init_from", lambda: inputs.load_initial(run, config), lambda _: train.init_from)
-    if None in (accumulation, shards, config, ordered):
+    if None in (accumulation, shards, config, ordered, stream):
         plan.preflight(run, checks, [])
     checks += resource_checks(run, config, manifest, accumulation)
-    resume = inputs.resume_point(run, inputs.training_facts(run, config, manifest, shards), world)
+    resume = inputs.resume_point(run, inputs.training_facts(run, config, manifest, shards))
     order, total_steps, _ = ordered
-    given = Inputs(store, manifest, shards, config, order, total_steps, accumulation, resume)
+    given = Inputs(store, manifest, shards, config, order, total_steps, accumulation, resume, stream or None)
     plan.preflight(run, checks, todo(run, given))
     return given
 
@@ -142,6 +153,8 @@ def todo(run: TrainRun, given: Inputs) -> list[str]:
              f"ZeRO-{run.zero.stage}, {train.dtype}; results in {inputs.output_dir(run)}"]  # fmt: skip
     if given.resume:
         lines.append(f"resume from {given.resume[0]}, step {given.resume[1]['step']:,}")
+        layout = layout_change(given.resume[1], dist.world_size(), run.zero.stage)
+        lines += [layout] if layout else []
         changes = inputs.schedule_changes(run, given.resume[1])
         if changes:
             lines.append(f"changed since: {', '.join(changes)}; not what an unbroken run would give")
@@ -169,18 +182,20 @@ class Trainer:
     def __init__(self, run: TrainRun, given: Inputs, device: torch.device):
         self.run, self.given, self.device, self.config = run, given, device, given.config
         self.output_dir = inputs.output_dir(run)
-        cache_dir = Path(run.store.cache_dir or Path(run.work_dir, "cache"), run.store_name)
-        self.cache = ShardCache(given.store, cache_dir, run.store.cache_bytes)
-        self.head = read_target_head(given.store, cache_dir).to(device, inputs.DTYPES[run.train.dtype])
-        self.objective = inputs.make_objective(run, self.config)
+        self.feed = inputs.open_feed(run, given.store, given.shards, given.order, given.stream,
+                                     given.resume[1]["step"] if given.resume else 0)  # fmt: skip
+        self.head = read_target_head(given.store, inputs.cache_dir(run)).to(device, inputs.DTYPES[run.train.dtype])
+        kernels = resolve_kernels(run.train.kernels, device)
+        self.objective = inputs.make_objective(run, self.config, kernels)
         self.attention = resolve_attention(run.train.attention, device, training=True)
-        model = inputs.initial_drafter(run, self.config)
+        model = inputs.initial_drafter(run, self.config).use(kernels, run.train.activation_checkpointing)
         self.engine = zero.ZeroEngine(model, run.train, run.zero, given.accumulation, device)
 
+        same_everywhere("train.resume", str(given.resume and given.resume[0].name), device)
         state = {"step": 0, "elapsed_s": 0.0, "best": {}, "run_id": uuid.uuid4().hex[:12]}
         if given.resume:
             folder, state = given.resume
-            self.engine.load(str(folder), DEEPSPEED)
+            self.engine.load(folder / TRAINING, state["num_steps"])
         self.step = self.saved_step = state["step"]
         self.run_id, self.elapsed_before_s, self.start_s = state["run_id"], state["elapsed_s"], time.monotonic()
         self.results = Results(self.output_dir, self.config, self.record, state["best"])
@@ -195,15 +210,17 @@ class Trainer:
         """Steps until the schedule, the clock or a signal ends them; then last/, best/ and the summary."""
         train, given = self.run.train, self.given
         micro_batches = (rows for step in range(self.step, given.total_steps) for rows in rank_share(
-            given.order.step_rows(step), dist.rank(), dist.world_size(), train.micro_batch))  # fmt: skip
+            self.feed.step_rows(step), dist.rank(), dist.world_size(), train.micro_batch))  # fmt: skip
         ahead = math.ceil(train.prefetch_rows / train.micro_batch)
-        prefetcher = Prefetcher(RowReader(self.cache, given.shards.train, train.row_tokens), micro_batches, ahead,
+        prefetcher = Prefetcher(RowReader(self.feed.cache, self.feed.markers, train.row_tokens), micro_batches, ahead,
                                 pin=self.device.type == "cuda")  # fmt: skip
         batches, log, interrupted = iter(prefetcher), StepLog(self.metrics, given.total_steps), False
+        complete = False
         try:
             if train.init_from and self.step == 0:
                 self.evaluate()
             with stop_signals() as stopped:
+                self.feed.stops_when(lambda: bool(stopped))
                 while self.step < given.total_steps:
                     window = next_window(
                         batches, given.accumulation, self.config, self.objective, num_anchors=train.num_anchors,
@@ -216,6 +233,7 @@ class Trainer:
                     self.engine.set_learning_rate(lr)
                     values = train_window(self.engine, window, self.config, self.head, self.objective, self.attention)
                     self.step += 1
+                    self.feed.advance(self.step)
                     log.count(tokens=window.num_tokens, samples=window.num_samples, blocks=window.num_blocks)
                     if self.step % train.log_every == 0:
                         log.write(self.step, {**values, "lr": lr}, window.elapsed_s)
@@ -227,7 +245,9 @@ class Trainer:
                 self.evaluate()
             if self.saved_step != self.step:
                 self.save()
+            complete = not interrupted
         finally:
+            self.feed.close(done=complete)
             prefetcher.close()
             self.metrics.close()
         if interrupted:
@@ -250,7 +270,7 @@ class Trainer:
         if not self.given.shards.heldout:
             return
         values = evaluate_heldout(
-            self.engine, self.config, self.head, self.cache, self.given.shards.heldout, objective=self.objective,
+            self.engine, self.config, self.head, self.feed.cache, self.given.shards.heldout, objective=self.objective,
             num_samples=self.run.train.eval_samples, stop_ids=self.given.manifest["target"]["stop_ids"],
             attention=self.attention,
         )  # fmt: skip

@@ -1,9 +1,12 @@
 """What several gloo ranks run in one go: `deepspeed --num_gpus 2 tests/helpers_train_ranks.py <folder>`; rank 0 writes
-<folder>/results.json. Starting torch and DeepSpeed costs seconds, so one start serves all. The toy serves alone too."""
+<folder>/results.json. Starting torch and DeepSpeed costs seconds, so one start serves all. The toy serves alone too.
+
+With a word of KILLS before the folder: one training into folder/<word>, in which a rank is killed there."""
 
 import errno
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -14,14 +17,16 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 import helpers_train
 
+from dflash_train import train as stage
 from dflash_train.config import TrainConfig, ZeroConfig
 from dflash_train.drafter import files
-from dflash_train.engine import zero
+from dflash_train.engine import state_files, zero
 from dflash_train.store.loader import ShardCache
 from dflash_train.util import dist
 from dflash_train.util.errors import UserError
 
 STEPS, ROWS, LR, CPU = 4, 8, 1e-2, torch.device("cpu")
+DRILL = {"train.epochs": 5, "train.eval_samples": 3}  # 7 steps
 
 
 class Toy(nn.Module):
@@ -118,7 +123,7 @@ def run_training(folder: Path, **values) -> str | None:
 
 
 def toys() -> dict:
-    return {f"{stage}-{accumulation}": run_toy(stage, accumulation) for stage in (1, 2, 3) for accumulation in (1, 4)}
+    return {f"{number}-{parts}": run_toy(number, parts) for number in (1, 2, 3) for parts in (1, 4)}
 
 
 def run_failing(folder: Path, name: str, **values) -> None:
@@ -127,12 +132,12 @@ def run_failing(folder: Path, name: str, **values) -> None:
     Path(folder, f"{name}-error-{dist.rank()}.txt").write_text(error or "no error")
 
 
-def full_disk_on(rank: int, part: str, write):
-    """`write(_, path)`, but on `rank` a path with `part` in it stops half way: no space is left."""
+def full_disk(part: str, write):
+    """`write(tensors, path)`, but a path with `part` in it stops half way: no space is left."""
 
-    def write_or_fail(state, path, *args, **kwargs):
-        write(state, path, *args, **kwargs)
-        if dist.rank() == rank and part in str(path):
+    def write_or_fail(tensors, path, *args, **kwargs):
+        write(tensors, path, *args, **kwargs)
+        if part in str(path):
             os.truncate(path, Path(path).stat().st_size // 2)
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
@@ -140,15 +145,75 @@ def full_disk_on(rank: int, part: str, write):
 
 
 def full_disks(folder: Path) -> None:
-    """Rank 1 cannot write its part of the second checkpoint at stages 1 and 3; rank 0 cannot write best/."""
+    """Rank 0 cannot write the second checkpoint's masters at stages 1 and 3; nor best/."""
     settings = {"train.save_every": 1, "train.max_steps": 3, "train.eval_samples": 3}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "save", full_disk_on(1, ".step-000002.tmp/deepspeed/", torch.save))
+        patch.setattr(state_files, "save_file", full_disk(".step-000002.tmp/training/", state_files.save_file))
         for number in (1, 3):
             run_failing(folder, f"full{number}", **settings, zero=f"zero{number}")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "save_file", full_disk_on(0, ".best.tmp/", files.save_file))
+        patch.setattr(files, "save_file", full_disk(".best.tmp/", files.save_file))
         run_failing(folder, "full_best", **settings)
+
+
+def at_step(number: int, rank: int, act):
+    """train_window, but `act(engine)` comes first in the window of that number (from 1) on that rank."""
+    inner, count = stage.train_window, [0]
+
+    def train_window(engine, *args):
+        count[0] += 1
+        if count[0] == number and dist.rank() == rank:
+            act(engine)
+        return inner(engine, *args)
+
+    return train_window
+
+
+def interrupt(engine: zero.ZeroEngine) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def moved(folder: Path) -> dict:
+    """to_one: stopped here after step 3, to go on with one rank. to_two: stopped before by one rank, goes on here."""
+    settings = {"train.micro_batch": 1, **DRILL}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage, "train_window", at_step(3, 1, interrupt))
+        to_one = run_training(folder, zero="zero3", **settings, **{"train.output_dir": folder / "to_one" / "out"})
+    to_two = run_training(folder, zero="zero2", **settings, **{"train.output_dir": folder / "to_two" / "out"})
+    return {"to_one": to_one, "to_two": to_two}
+
+
+def kill_in_the_backward_pass(patch: pytest.MonkeyPatch) -> None:
+    """Rank 1, in step 4: the other one is in a collective then."""
+
+    def arm(engine):
+        engine.backward = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+
+    patch.setattr(stage, "train_window", at_step(4, 1, arm))
+
+
+def kill_while_writing(patch: pytest.MonkeyPatch) -> None:
+    """Rank 0, when half of the checkpoint of step 4 is written."""
+    write = state_files.save_file
+
+    def write_and_die(tensors, path):
+        write(tensors, path)
+        if "step-000004" in path:
+            os.truncate(path, Path(path).stat().st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    patch.setattr(state_files, "save_file", write_and_die)
+
+
+KILLS = {"killed_in_a_step": kill_in_the_backward_pass, "killed_while_writing": kill_while_writing}
+
+
+def run_killed(folder: Path, name: str) -> None:
+    """A training that saves every second step, until a rank is killed."""
+    with pytest.MonkeyPatch.context() as patch:
+        KILLS[name](patch)
+        run_training(folder, zero="zero2", **{"train.output_dir": folder / name / "out", "train.micro_batch": 1,
+                                              "train.save_every": 2, **DRILL})  # fmt: skip
 
 
 def trainings(folder: Path) -> dict:
@@ -157,7 +222,7 @@ def trainings(folder: Path) -> dict:
     for number in (1, 3):
         out[f"stage{number}"] = run_training(folder, **{
             "zero": f"zero{number}", "train.output_dir": folder / f"stage{number}" / "out", "train.micro_batch": 1,
-            "train.eval_samples": 3})  # fmt: skip
+            **DRILL})  # fmt: skip
     full_disks(folder)
     get = ShardCache.get
 
@@ -166,8 +231,9 @@ def trainings(folder: Path) -> dict:
             raise UserError(marker.key, got="unreadable on this machine")
         return get(cache, marker)
 
-    ShardCache.get = unreadable
-    run_failing(folder, "unreadable")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardCache, "get", unreadable)
+        run_failing(folder, "unreadable")
     return out
 
 
@@ -175,7 +241,10 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     folder = Path(sys.argv[-1])  # the launcher puts its --local_rank before it
     zero.start(CPU)
-    result = {"toys": toys(), "trainings": trainings(folder)}
-    if dist.is_main():
-        (folder / "results.json").write_text(json.dumps(result))
+    if sys.argv[-2] in KILLS:
+        run_killed(folder, sys.argv[-2])
+    else:
+        result = {"toys": toys(), "trainings": trainings(folder), "moved": moved(folder)}
+        if dist.is_main():
+            (folder / "results.json").write_text(json.dumps(result))
     dist.shutdown()

@@ -1,4 +1,4 @@
-"""Compile every Triton kernel of the capture path for a GPU that is not here, and say what each one takes.
+"""Compile every Triton kernel of capture and of the drafter's step for a GPU that is not here; say what each one takes.
 
     python tests/helpers_triton.py 86 first out.json     capability; "first" or "all" of a tuner's configurations, or
                                                          "tune": as a run does, and count what is timed
@@ -127,9 +127,26 @@ class Recorder:
         row["paths"] = sorted({*row["paths"], self.path})
 
 
+def train_drafter() -> None:
+    """Every kernel of the drafter's step (drafter/kernels_triton.py), with the backward: heads of 128, SwiGLU, and a
+    chunk of logits without and with a teacher's."""
+    import torch
+
+    from dflash_train.drafter.kernels_triton import FUSED
+
+    half = lambda *shape: torch.zeros(*shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    rope = (torch.zeros(1, 1, LENGTH, 128, dtype=torch.bfloat16, device="meta"),) * 2
+    FUSED.norm_rope(half(1, LENGTH, 32, 128), half(128), 1e-6, rope).sum().backward()
+    FUSED.swiglu(half(1, LENGTH, 17408), half(1, LENGTH, 17408)).sum().backward()
+    logits, rows = half(240, 248_320).detach(), torch.zeros(240, device="meta")
+    for teacher in (None, torch.empty_like(logits)):
+        terms = FUSED.row_terms(logits, rows.long(), teacher)
+        FUSED.slope_(logits, rows.long(), rows, terms, teacher)
+
+
 def passes() -> dict:
-    """name -> a pass at a 27B's widths: target/fused.py's over both kinds of layers, and the library's recurrent layer,
-    the only one with kernels of its own."""
+    """name -> a pass at a 27B's widths: target/fused.py's over both kinds of layers, the library's recurrent layer, the
+    only one with kernels of its own, and the drafter's training step."""
     import torch
 
     from dflash_train.target.fused import FusedCapture
@@ -150,6 +167,7 @@ def passes() -> dict:
     return {
         "fused": lambda: FusedCapture(decoder, fla_kernels())(token_ids, (0,), last_hidden=True),
         "library": torch.inference_mode()(lambda: decoder.layers[0].linear_attn(hidden)),
+        "drafter": train_drafter,
     }
 
 

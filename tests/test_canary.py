@@ -123,7 +123,8 @@ def test_a_kernel_that_returns_zeros_is_named_though_the_residual_stream_hides_i
     target = make_tiny_target(arch, dtype)
     block = zero_mixer(target, layer_id)
     rows = target.capture(torch.arange(20, 30)[None], (0, 1), True).last_hidden
-    assert rows.isfinite().all() and rows.ne(0).all(), "rows that look healthy"
+    # An exact zero here and there is bfloat16's rounding; which one it is depends on the CPU.
+    assert rows.isfinite().all() and rows.ne(0).any(-1).all(), "rows that look healthy"
     name, message = named_check(target)
     assert name == "rows" and f"14 of 14 rows all zero after {block} of layer {layer_id}" in message
 

@@ -1,5 +1,7 @@
 """Bytes: by hand from the published figures, and against the tensors of real sessions, optimizers and passes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from helpers_train import one_rank
 from helpers_train_ranks import toy_settings
 
 from dflash_train.config import TargetConfig, ZeroConfig
-from dflash_train.drafter import dflash
+from dflash_train.drafter import dflash, kernels
 from dflash_train.drafter.dflash import DFlashDrafter
 from dflash_train.engine import zero
 from dflash_train.planning import memory
@@ -50,6 +52,7 @@ def test_the_loss_of_512_anchors_at_once_would_hold_four_gigabytes_of_logits():
     chunk = memory.logits_chunk_bytes(run.drafter, 128, 2)
     assert chunk == 128 * 15 * 248_320 * (2 + 4 + 2)
     assert memory.logits_chunk_bytes(run.drafter, 128, 2, kl=True) > chunk
+    assert memory.logits_chunk_bytes(run.drafter, 512, 2, fused=True) == chunk  # four times the blocks
     assert memory.draft_cache_bytes(run.drafter, 1, 2) == 5 * 4096
 
 
@@ -162,7 +165,34 @@ class FusedAttention(torch.autograd.Function):
         return out
 
 
-def test_planned_activations_are_what_autograd_keeps_at_the_27bs_true_shapes(monkeypatch):
+class FusedNormRope(torch.autograd.Function):
+    """Keeps its input alone, as drafter/kernels_triton.py does."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        return torch.empty_like(x)
+
+
+class FusedSwiGLU(torch.autograd.Function):
+    """Keeps both inputs, as drafter/kernels_triton.py does."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return torch.empty_like(gate)
+
+
+KERNELS = {
+    False: replace(kernels.TORCH, norm_rope=lambda x, weight, eps, rope: kernels.rotate(
+        FusedNorm.apply(x, weight).transpose(1, 2), rope)),
+    True: replace(kernels.TORCH, norm_rope=lambda x, weight, eps, rope: FusedNormRope.apply(x, weight).transpose(1, 2),
+                  swiglu=FusedSwiGLU.apply),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fused, checkpointing", [(False, False), (True, False), (True, True)])
+def test_planned_activations_are_what_autograd_keeps_at_the_27bs_true_shapes(monkeypatch, fused, checkpointing):
     """On meta tensors: no memory is needed to see what would be kept."""
     run, _ = run_27b()
     drafter, num_rows, anchors = run.drafter, 4096, 512
@@ -177,7 +207,7 @@ def test_planned_activations_are_what_autograd_keeps_at_the_27bs_true_shapes(mon
         return tensor
 
     with torch.device("meta"):
-        model = DFlashDrafter(drafter).to(torch.bfloat16)
+        model = DFlashDrafter(drafter).to(torch.bfloat16).use(KERNELS[fused], checkpointing)
         slots = anchors * drafter.block_size
         noise, context = (torch.empty(1, *shape, dtype=torch.bfloat16) for shape in
                           ((slots, drafter.hidden_size), (num_rows, 5 * drafter.target_hidden_size)))  # fmt: skip
@@ -188,6 +218,11 @@ def test_planned_activations_are_what_autograd_keeps_at_the_27bs_true_shapes(mon
     parameters = {p.untyped_storage()._cdata for p in model.parameters()}
     real = sum(storage.nbytes() for key, storage in kept.items() if key not in parameters)
     loss = 2 * hidden.numel() * hidden.element_size()  # the hidden rows themselves, and their gradient
-    assert real + loss == pytest.approx(memory.activation_bytes(drafter, num_rows, anchors, 2), rel=0.01)
-    more = memory.activation_bytes(drafter, num_rows, 2 * anchors, 2)
-    assert more > 1.8 * memory.activation_bytes(drafter, num_rows, anchors, 2)
+    planned = lambda anchors: memory.activation_bytes(drafter, num_rows, anchors, 2, fused=fused,
+                                                      checkpointing=checkpointing)  # fmt: skip
+    if checkpointing:  # the context's keys and values are an argument, which no hook sees; one layer comes back whole
+        real += drafter.num_layers * num_rows * 2 * drafter.num_kv_heads * drafter.head_dim * 2
+        whole = memory.activation_bytes(drafter, num_rows, anchors, 2, fused=True)
+        real += (whole - planned(anchors)) // (drafter.num_layers - 1)
+    assert real + loss == pytest.approx(planned(anchors), rel=0.01)
+    assert planned(2 * anchors) > 1.8 * planned(anchors) or checkpointing

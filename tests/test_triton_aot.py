@@ -39,6 +39,10 @@ FUSED = {  # what target/fused.py does -> its kernels
     "SwiGLU": {"swiglu_fwd_kernel"},
 }  # fmt: skip
 
+DRAFTER = {"row_terms_kernel", "slope_kernel", "norm_rope_kernel", "norm_rope_backward_kernel", "swiglu_kernel",
+           "swiglu_backward_kernel"}  # fmt: skip
+"""Of drafter/kernels_triton.py: training's step."""
+
 
 def start(capability: int, how: str, out: Path, cache: Path | None = None) -> subprocess.Popen:
     cache = cache or (TRITON / "cache" if TRITON.is_dir() else out.parent / "cache")
@@ -67,6 +71,7 @@ def test_every_kernel_of_the_path_compiles(compiled, capability):
     rows = compiled[capability]["rows"]
     assert {row["kernel"] for row in rows if "fused" in row["paths"]} >= set().union(*FUSED.values())
     assert any("library" in row["paths"] for row in rows)
+    assert {row["kernel"] for row in rows if "drafter" in row["paths"]} == DRAFTER
     assert all(row["cubin_bytes"] > 0 for row in rows)
     assert {row["target"].rstrip("a") for row in rows} == {f"sm_{capability}"}
 

@@ -39,8 +39,10 @@ class TrainConfig:
     beta2: float = 0.95
     clip: float = 1.0
     dtype: str = "bfloat16"  # compute; masters are always float32
-    head_chunk_blocks: int = 128  # whole blocks per head chunk; bounds the logits in memory
+    head_chunk_blocks: int = 256  # whole blocks per head chunk; bounds the logits in memory
     attention: str = "auto"  # auto | sdpa | flex
+    kernels: str = "auto"  # auto | fused | torch: between matrix products; fused = Triton, on CUDA alone
+    activation_checkpointing: bool = False  # a quarter of the activations for a third more work
     init_from: str | None = None
     output_dir: str = MISSING
     resume: str = "auto"  # auto | never
@@ -59,6 +61,7 @@ class TrainConfig:
         require_choice(self.resume, ("auto", "never"), "train.resume")
         require_choice(self.long_samples, ("error", "cut"), "train.long_samples")
         require_choice(self.attention, ("auto", "sdpa", "flex"), "train.attention")
+        require_choice(self.kernels, ("auto", "fused", "torch"), "train.kernels")
         for name in ("global_batch", "micro_batch", "row_tokens", "num_anchors", "head_chunk_blocks", "save_every",
                      "keep_checkpoints", "log_every", "eval_every", "prefetch_rows"):  # fmt: skip
             require(getattr(self, name) > 0, f"train.{name}", got=getattr(self, name), want="> 0")

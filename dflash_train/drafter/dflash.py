@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 from dflash_train.config import DrafterConfig
+from dflash_train.drafter.kernels import TORCH, Kernels
 from dflash_train.drafter.mask import block_rule, build_masks, layer_types, mask_kind
 from dflash_train.drafter.resolve import resolve_drafter
 from dflash_train.records import Blocks, DraftBatch, TargetHead
@@ -46,13 +48,6 @@ def rope_tables(position_ids: Tensor, head_dim: int, theta: float, dtype: torch.
     return phase.cos().to(dtype), phase.sin().to(dtype)
 
 
-def rotate(x_BHTK: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate-half (NeoX) RoPE."""
-    cos, sin = rope
-    first, second = x_BHTK.chunk(2, dim=-1)
-    return x_BHTK * cos + torch.cat([-second, first], dim=-1) * sin
-
-
 @cache
 def compiled_flex() -> Callable[..., Tensor]:
     """flex_attention compiled per shape. Uncompiled it materialises all scores, so a shape too many is an error
@@ -70,7 +65,16 @@ def attend(q_BHQK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, mask: Tensor | BlockM
     return F.scaled_dot_product_attention(q_BHQK, k_BHTK, v_BHTK, attn_mask=mask, enable_gqa=True)
 
 
+class HeadNorm(nn.RMSNorm):
+    """Of each head's query or key, then RoPE. A module's forward, so that ZeRO-3 gathers its weight."""
+
+    def forward(self, x_BTHK: Tensor, rope: tuple[Tensor, Tensor], kernels: Kernels) -> Tensor:
+        return kernels.norm_rope(x_BTHK, self.weight, self.eps, rope)
+
+
 class DFlashAttention(nn.Module):
+    kernels = TORCH
+
     def __init__(self, config: DrafterConfig):
         super().__init__()
         linear = lambda n_in, n_out: nn.Linear(n_in, n_out, bias=config.attention_bias)
@@ -79,24 +83,26 @@ class DFlashAttention(nn.Module):
         self.k_proj = linear(config.hidden_size, config.num_kv_heads * config.head_dim)
         self.v_proj = linear(config.hidden_size, config.num_kv_heads * config.head_dim)
         self.o_proj = linear(config.num_heads * config.head_dim, config.hidden_size)
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.q_norm = HeadNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = HeadNorm(config.head_dim, eps=config.rms_norm_eps)
 
     def heads(self, x_BTX: Tensor) -> Tensor:
         return x_BTX.unflatten(-1, (-1, self.head_dim))
 
     def keys_values(self, rows_BTD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Context rows or block rows -> normed and rotated keys, and values, [B,Hkv,T,K] each."""
-        keys = self.k_norm(self.heads(self.k_proj(rows_BTD))).transpose(1, 2)
-        return rotate(keys, rope), self.heads(self.v_proj(rows_BTD)).transpose(1, 2)
+        keys = self.k_norm(self.heads(self.k_proj(rows_BTD)), rope, self.kernels)
+        return keys, self.heads(self.v_proj(rows_BTD)).transpose(1, 2)
 
     def forward(self, x_BQD: Tensor, context_kv: tuple[Tensor, Tensor], rope: tuple[Tensor, Tensor], mask) -> Tensor:
-        queries = rotate(self.q_norm(self.heads(self.q_proj(x_BQD))).transpose(1, 2), rope)
+        queries = self.q_norm(self.heads(self.q_proj(x_BQD)), rope, self.kernels)
         keys, values = (torch.cat(pair, dim=2) for pair in zip(context_kv, self.keys_values(x_BQD, rope)))
         return self.o_proj(attend(queries, keys, values, mask).transpose(1, 2).flatten(2))
 
 
 class DFlashMLP(nn.Module):
+    kernels = TORCH
+
     def __init__(self, config: DrafterConfig):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -104,7 +110,7 @@ class DFlashMLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.kernels.swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class DFlashLayer(nn.Module):
@@ -123,6 +129,8 @@ class DFlashLayer(nn.Module):
 class DFlashDrafter(nn.Module):
     """config: a resolved DrafterConfig (no size is null). All norms are plain x*w with float32 internals."""
 
+    checkpointing = False
+
     def __init__(self, config: DrafterConfig):
         super().__init__()
         self.config = config
@@ -134,6 +142,14 @@ class DFlashDrafter(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.fc.weight.dtype
+
+    def use(self, kernels: Kernels, checkpointing: bool = False) -> "DFlashDrafter":
+        """Compute with these kernels from now on; a new model has plain torch. checkpointing: keep of each layer its
+        input alone, and compute the rest again in the backward. Returns the model."""
+        self.checkpointing = checkpointing
+        for layer in self.layers:
+            layer.self_attn.kernels = layer.mlp.kernels = kernels
+        return self
 
     def rope(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         return rope_tables(position_ids, self.config.head_dim, self.config.rope_theta, self.dtype)
@@ -153,7 +169,11 @@ class DFlashDrafter(nn.Module):
         x_BQD = noise_BQD.to(self.dtype)
         for layer, layer_type in zip(self.layers, layer_types(self.config)):
             context_kv = layer.self_attn.keys_values(context_BTD, context_rope)
-            x_BQD = layer(x_BQD, context_kv, block_rope, masks[layer_type])
+            inputs = x_BQD, context_kv, block_rope, masks[layer_type]
+            if self.checkpointing and torch.is_grad_enabled():  # nothing here is random
+                x_BQD = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x_BQD = layer(*inputs)
         return self.norm(x_BQD)
 
 

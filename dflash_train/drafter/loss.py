@@ -5,7 +5,8 @@
     kl         KL(target || drafter) with ce_decay's weights; the target's row for slot k is anchor+k-1
 
 Each returns a numerator and a denominator: the division is done once over all micro-batches and ranks of a step.
-The gradient to hidden is computed beside the forward, while a chunk's logits exist: two matrix products, no recompute.
+The gradient to hidden is computed beside the forward, while a chunk's logits exist: two matrix products, no recompute,
+and no second tensor of a chunk's size with the fused kernels (`kernels.py`).
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dflash_train.drafter.kernels import TORCH, Kernels
 from dflash_train.records import Blocks, DraftBatch, TargetHead
 
 KINDS = ("ce_decay", "dpace", "kl")
@@ -20,12 +22,14 @@ KINDS = ("ce_decay", "dpace", "kl")
 
 @dataclass(frozen=True)
 class Objective:
-    """kind: one of KINDS. gamma: of ce_decay and kl. alpha: of dpace. chunk_blocks: whole blocks per head chunk."""
+    """kind: one of KINDS. gamma: of ce_decay and kl. alpha: of dpace. chunk_blocks: whole blocks per chunk, at most.
+    kernels: what works on the logits (`kernels.resolve_kernels`)."""
 
     kind: str = "ce_decay"
     gamma: float = 7.0
     alpha: float = 0.5
     chunk_blocks: int = 128
+    kernels: Kernels = TORCH
 
 
 @dataclass(frozen=True)
@@ -67,55 +71,61 @@ def dpace_weights(cross_entropy: Tensor, mask: Tensor, alpha: float) -> Tensor:
 
 
 def _chunk(hidden: Tensor, head: TargetHead, labels: Tensor, mask: Tensor, objective: Objective, teacher: Tensor | None,
-           with_gradient: bool) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """hidden, teacher [n,S-1,D]; labels, mask [n,S-1] -> numerator, correct bool[n,S-1], gradient of the numerator."""
+           gradient: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Rows of whole blocks: hidden, teacher [n*(S-1), D]; labels, mask [n,S-1] -> numerator, correct bool[n,S-1].
+
+    gradient [n*(S-1), D] in the head's dtype, unless None, is filled with the numerator's."""
+    kernels, flat_labels = objective.kernels, labels.flatten()
     logits = head.logits(hidden)
-    # Loss arithmetic is at least float32, whatever the head computes in.
-    log_q = torch.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    correct = (logits.argmax(dim=-1) == labels) & mask
-    cross_entropy = -log_q.gather(-1, labels[..., None])[..., 0]
+    teacher_logits = None if teacher is None else head.logits(teacher)
+    terms = kernels.row_terms(logits, flat_labels, teacher_logits)
+    correct = (terms.best.view_as(labels) == labels) & mask
+    cross_entropy = terms.cross_entropy.view_as(labels)
     if objective.kind == "dpace":
         weights = dpace_weights(cross_entropy, mask, objective.alpha)
     else:
-        weights = decay_weights(labels.shape[-1] + 1, objective.gamma, mask.device).to(log_q.dtype) * mask
-    if teacher is None:
-        loss = cross_entropy
-        gradient = log_q.exp_().scatter_add_(-1, labels[..., None], log_q.new_full((*labels.shape, 1), -1.0))
-    else:
-        log_p = torch.log_softmax(head.logits(teacher), dim=-1, dtype=log_q.dtype)
-        loss = (log_p.exp() * (log_p - log_q)).sum(dim=-1)
-        gradient = log_q.exp_().sub_(log_p.exp_())
+        weights = decay_weights(labels.shape[-1] + 1, objective.gamma, mask.device).to(cross_entropy.dtype) * mask
+    loss = cross_entropy if teacher is None else terms.divergence.view_as(labels)
     numerator = (loss * weights).sum()
-    if not with_gradient:
-        return numerator, correct, None
-    gradient *= weights[..., None]
-    return numerator, correct, (gradient.to(head.head.dtype) @ head.head).to(hidden.dtype)
+    if gradient is not None:
+        slope = kernels.slope_(logits, flat_labels, weights.flatten(), terms, teacher_logits)
+        torch.mm(slope, head.head, out=gradient)
+    return numerator, correct
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """Numerator of the blocks that carry loss, chunk by chunk. The head gets no gradient."""
+    """Numerator of the blocks that carry loss, chunk by chunk. hidden_NSD has slot 0, which is skipped; labels and mask
+    [N,S-1] do not. The head gets no gradient."""
 
     @staticmethod
     def forward(ctx, hidden_NSD, head, labels, mask, objective, teacher, with_gradient):
         numerator = hidden_NSD.new_zeros((), dtype=torch.promote_types(hidden_NSD.dtype, torch.float32))
         correct = torch.zeros_like(mask)
-        gradient = torch.zeros_like(hidden_NSD) if with_gradient else None
-        blocks = mask[:, 0].nonzero()[:, 0]  # the mask is cumulative: without slot 1 a block has nothing
-        for chunk in blocks.split(objective.chunk_blocks):
-            part, hits, slope = _chunk(hidden_NSD[chunk], head, labels[chunk], mask[chunk], objective,
-                                       None if teacher is None else teacher(chunk), with_gradient)  # fmt: skip
-            numerator += part
-            correct[chunk] = hits
-            if with_gradient:
-                gradient[chunk] = slope
-        ctx.save_for_backward(gradient)
+        live = mask[:, 0].nonzero()[:, 0]  # the mask is cumulative: without slot 1 a block has nothing
+        slots, done, gradient = mask.shape[1], 0, None
+        if with_gradient:
+            gradient = torch.empty(len(live) * slots, hidden_NSD.shape[-1], dtype=head.head.dtype, device=mask.device)
+        # Pieces of one size: a small last one would leave the GPU idle in its products.
+        for chunk in live.tensor_split(-(-len(live) // objective.chunk_blocks)) if len(live) else ():
+            end = done + len(chunk) * slots
+            part, correct[chunk] = _chunk(
+                hidden_NSD[:, 1:][chunk].flatten(0, 1), head, labels[chunk], mask[chunk], objective,
+                teacher and teacher(chunk).flatten(0, 1), gradient[done:end] if with_gradient else None,
+            )  # fmt: skip
+            numerator, done = numerator + part, end
+        ctx.save_for_backward(gradient, live)
+        ctx.like = hidden_NSD.shape, hidden_NSD.dtype
         ctx.mark_non_differentiable(correct)
         return numerator, correct
 
     @staticmethod
     def backward(ctx, grad_numerator, _):
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad_numerator.to(gradient.dtype), None, None, None, None, None, None
+        gradient, live = ctx.saved_tensors
+        shape, dtype = ctx.like
+        whole = torch.zeros(shape, dtype=dtype, device=live.device)
+        scaled = gradient.to(dtype) * grad_numerator.to(dtype)
+        whole[:, 1:].index_copy_(0, live, scaled.view(len(live), shape[1] - 1, shape[2]))
+        return whole, None, None, None, None, None, None
 
 
 def draft_loss(hidden_BNSD: Tensor, blocks: Blocks, head: TargetHead, objective: Objective,
@@ -126,7 +136,7 @@ def draft_loss(hidden_BNSD: Tensor, blocks: Blocks, head: TargetHead, objective:
     if objective.kind == "kl":
         assert batch is not None and batch.last_hidden is not None, "loss=kl needs the stored last hidden state"
     slots = blocks.block_size - 1
-    hidden_NSD = hidden_BNSD[:, :, 1:].flatten(0, 1)
+    hidden_NSD = hidden_BNSD.flatten(0, 1)
     labels, mask = blocks.labels[..., 1:].flatten(0, 1), blocks.loss_mask[..., 1:].flatten(0, 1)
 
     def teacher(chunk: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from safetensors import SafetensorError
 from dflash_train.util import dist
 from dflash_train.util.errors import UserError
 
-_MESSAGE_BYTES = 2000
 # How files, torch and safetensors report a full disk or a folder that is gone.
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 
@@ -45,19 +44,31 @@ def raise_everywhere(error: Exception | None, device: torch.device | str) -> Non
     if not any(failed):
         return
     first = failed.index(1.0)
-    message = _broadcast_text(str(error) if dist.rank() == first else "", first, device)
+    message = gather_texts("" if error is None else str(error), device)[first]
     if error is not None:
         raise error
     raise UserError(f"rank {first} failed: {message}")
 
 
-def _broadcast_text(text: str, source: int, device: torch.device | str) -> str:
-    """A short text from one rank to all, as bytes (no pickle)."""
+def gather_texts(text: str, device: torch.device | str) -> list[str]:
+    """Every rank's text, in the order of ranks, as bytes (no pickle). A collective."""
     if dist.world_size() == 1:
-        return text
-    raw = text.encode("utf-8")[:_MESSAGE_BYTES]
-    buffer = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+        return [text]
+    raw = text.encode("utf-8")
+    sizes = [0.0] * dist.world_size()
+    sizes[dist.rank()] = float(len(raw))
+    sizes = [int(size) for size in dist.all_reduce_sum(sizes, device)]
+    buffer = torch.zeros(max(1, *sizes), dtype=torch.uint8)
     buffer[: len(raw)] = torch.frombuffer(bytearray(raw or b"\0"), dtype=torch.uint8)[: len(raw)]
     buffer = buffer.to(device)
-    torch.distributed.broadcast(buffer, source)
-    return bytes(buffer.cpu().tolist()).rstrip(b"\0").decode("utf-8", "replace")
+    found = [torch.empty_like(buffer) for _ in sizes]
+    torch.distributed.all_gather(found, buffer)
+    return [bytes(part[:size].cpu().tolist()).decode("utf-8") for part, size in zip(found, sizes)]
+
+
+def same_everywhere(field: str, text: str, device: torch.device | str) -> None:
+    """Raise UserError on every rank, naming `field` and what each has, where ranks differ. A collective."""
+    texts = gather_texts(text, device)
+    if len(set(texts)) > 1:
+        raise UserError(field, got="; ".join(f"rank {rank}: {found}" for rank, found in enumerate(texts)),
+                        want="the same on every rank", fix="one folder that all hosts see")  # fmt: skip

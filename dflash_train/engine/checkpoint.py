@@ -1,9 +1,10 @@
-"""Training checkpoints: whole or absent, found again after any interruption, refused where they cannot continue.
+"""Training checkpoints: whole or absent, found again after any interruption, continued by any number of ranks and ZeRO
+stage, refused where they cannot be.
 
     output_dir/latest.json              names the newest complete checkpoint; written last
-    output_dir/step-000200/state.json   where training stands, what it was made with, and every file with its size
+    output_dir/step-000200/state.json   where training stands, what it was made with, size and sha256 of every file
                           /drafter/     the weights as a z-lab folder, which eval and export read
-                          /deepspeed/   DeepSpeed's own files: masters and optimizer state, one part a rank
+                          /training/    masters and optimizer state, whole tensors by name (state_files.py)
 
 Training draws nothing from a random generator (anchors and order are functions of seed, epoch and step), so there is
 no generator state to keep.
@@ -12,6 +13,7 @@ no generator state to keep.
 import re
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from torch import Tensor
@@ -21,10 +23,11 @@ from dflash_train.engine.agree import together, writing
 from dflash_train.engine.zero import ZeroEngine
 from dflash_train.util import dist
 from dflash_train.util.errors import UserError
-from dflash_train.util.io import free_bytes, human_bytes, read_json, write_json
-from dflash_train.util.log import say
+from dflash_train.util.io import free_bytes, human_bytes, read_json, sha256_file, write_json
+from dflash_train.util.log import Progress, say
 
-STATE, DEEPSPEED = "state.json", "deepspeed"
+STATE, TRAINING = "state.json", "training"
+_HASHERS, _LONG_BYTES = 4, 2_000_000_000
 _STEP = re.compile(r"step-(\d{6,})")
 
 
@@ -45,7 +48,7 @@ def save_checkpoint(
         with together(engine.device), writing(temporary):
             if dist.is_main():
                 _prepare(temporary, need_bytes)
-        engine.save(str(temporary), DEEPSPEED)
+        state = {**state, "num_steps": engine.save(temporary / TRAINING)}
         weights = engine.gathered_state_dict()
         with together(engine.device), writing(temporary):
             if dist.is_main():
@@ -59,8 +62,9 @@ def save_checkpoint(
 
 
 def _prepare(temporary: Path, need_bytes: int) -> None:
-    """Rank 0: an empty folder on a disk with enough room."""
-    shutil.rmtree(temporary, ignore_errors=True)
+    """Rank 0: an empty folder on a disk with enough room. What killed runs left half-written goes."""
+    for left in temporary.parent.glob(".step-*.tmp"):
+        shutil.rmtree(left, ignore_errors=True)
     temporary.mkdir(parents=True)
     free = free_bytes(temporary)
     if free < need_bytes:
@@ -71,7 +75,9 @@ def _prepare(temporary: Path, need_bytes: int) -> None:
 
 def _finish(temporary: Path, folder: Path, state: dict, keep: int) -> None:
     """Rank 0, all parts written: the list of files, the final name, latest.json, and only then the old ones go."""
-    files = {str(p.relative_to(temporary)): p.stat().st_size for p in sorted(temporary.rglob("*")) if p.is_file()}
+    paths = sorted(path for path in temporary.rglob("*") if path.is_file())
+    sums = dict(zip(paths, file_sums(paths)))
+    files = {str(path.relative_to(temporary)): {"bytes": path.stat().st_size, "sha256": sums[path]} for path in paths}
     write_json(temporary / STATE, {**state, "files": files})
     if folder.exists():
         shutil.rmtree(folder)
@@ -97,17 +103,37 @@ def _read_state(folder: Path) -> dict:
         return {}
 
 
+def file_sums(paths: list[Path]) -> list[str]:
+    """sha256 of each file, several at a time; how far it is is said where that takes long."""
+    total = sum(path.stat().st_size for path in paths)
+    progress = Progress("checksums", total, "bytes") if total > _LONG_BYTES else None
+    sums = []
+    with ThreadPoolExecutor(_HASHERS) as pool:
+        for path, found in zip(paths, pool.map(sha256_file, paths)):
+            sums.append(found)
+            if progress is not None:
+                progress.update(path.stat().st_size)
+    if progress is not None:
+        progress.close()
+    return sums
+
+
 def missing_part(folder: Path) -> str | None:
-    """None for a complete checkpoint, else what it lacks."""
+    """None for a complete checkpoint, else what it lacks: sizes first, then the checksum of every file."""
     state = _read_state(folder)
     if not state:
         return f"no readable {STATE}"
-    for name, size in state["files"].items():
+    if "num_steps" not in state:
+        return f"an earlier version wrote it; train.init_from={folder / 'drafter'} takes its weights"
+    for name, facts in state["files"].items():
         path = folder / name
         if not path.is_file():
             return f"{name} is not there"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes, not {size}"
+        if path.stat().st_size != facts["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes, not {facts['bytes']}"
+    for (name, facts), found in zip(state["files"].items(), file_sums([folder / name for name in state["files"]])):
+        if found != facts["sha256"]:
+            return f"{name} has changed: sha256 {found[:12]}, not {facts['sha256'][:12]}"
     return None
 
 
@@ -135,22 +161,24 @@ def find_resumable(output_dir: str | Path) -> tuple[Path, dict] | None:
                     fix="train.resume=never starts anew and replaces them")  # fmt: skip
 
 
-def check_resumable(state: dict, now: dict, folder: Path) -> None:
+def check_resumable(state: dict, facts: dict, folder: Path) -> None:
     """Refuse to continue a checkpoint with something else than it was made with, before anything is loaded.
 
-    now: what this run would write as state: world_size, zero_stage, and `facts` that must agree one by one.
+    facts: what this run would write, which must agree one by one.
     """
-    for name, unit in (("world_size", "rank(s)"), ("zero_stage", "as ZeRO stage")):
-        if state[name] != now[name]:
-            raise UserError(
-                f"{folder}: saved with {state[name]} {unit}, now {now[name]}: use {state[name]}, or "
-                f"train.init_from={folder / 'drafter'} (weights only) with another train.output_dir"
-            )
-    wrong = [key for key in now["facts"] if state["facts"].get(key) != now["facts"][key]]
+    wrong = [key for key in facts if state["facts"].get(key) != facts[key]]
     if wrong:
-        raise UserError(f"train.resume: {folder}", got=_listing(now["facts"], wrong),
+        raise UserError(f"train.resume: {folder}", got=_listing(facts, wrong),
                         want=f"{_listing(state['facts'], wrong)}, as it was saved",
                         fix="those values, or train.resume=never, or another train.output_dir")  # fmt: skip
+
+
+def layout_change(state: dict, world_size: int, zero_stage: int) -> str | None:
+    """What of ranks and stage differs from when the checkpoint was saved, in one line."""
+    if (state["world_size"], state["zero_stage"]) == (world_size, zero_stage):
+        return None
+    return (f"saved by {state['world_size']} rank(s) at ZeRO-{state['zero_stage']}, continued by {world_size} at "
+            f"ZeRO-{zero_stage}: the same training up to rounding, no longer to the bit")  # fmt: skip
 
 
 def _listing(facts: dict, keys: list[str]) -> str:

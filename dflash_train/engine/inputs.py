@@ -1,5 +1,6 @@
 """What training needs before it may cost anything: shards, drafter shape, resume point, and what it will take."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,13 +9,17 @@ import torch
 from dflash_train.config import DrafterConfig, TrainRun
 from dflash_train.drafter.dflash import DFlashDrafter, init_weights, resolve_drafter
 from dflash_train.drafter.files import find_checkpoint, load_drafter, parameter_shapes
+from dflash_train.drafter.kernels import TORCH, Kernels
 from dflash_train.drafter.loss import Objective, default_gamma
 from dflash_train.drafter.mask import layer_types, mask_kind
 from dflash_train.engine.checkpoint import check_resumable, find_resumable
 from dflash_train.planning.memory import training_parts
+from dflash_train.store import stream_reader
 from dflash_train.store.base import ObjectStore
-from dflash_train.store.order import RowOrder, check_lengths, limit_markers
+from dflash_train.store.loader import ShardCache
+from dflash_train.store.order import Row, RowOrder, check_lengths, limit_markers
 from dflash_train.store.shard import Marker, list_markers
+from dflash_train.store.stream import StreamStore, planned_marker
 from dflash_train.store.target_files import has_target_files
 from dflash_train.util.device import cuda_problem
 from dflash_train.util.errors import UserError
@@ -55,7 +60,11 @@ def output_dir(run: TrainRun) -> Path:
 
 def find_shards(store: ObjectStore, manifest: dict, limit: int | None) -> Shards:
     """Every shard the manifest promises. Raises UserError when some are missing."""
-    train, heldout = list_markers(store, "train"), list_markers(store, "heldout")
+    if isinstance(store, StreamStore):  # train shards come and go; what they hold is planned
+        train = [planned_marker(shard) for shard in store.read_plan()]
+    else:
+        train = list_markers(store, "train")
+    heldout = list_markers(store, "heldout")
     for split, markers in (("train", train), ("heldout", heldout)):
         want = manifest["shards"][split]
         if len(markers) != want:
@@ -100,6 +109,38 @@ def plan_order(run: TrainRun, shards: Shards) -> tuple[RowOrder, int, int]:
     return order, total, num_cut
 
 
+@dataclass
+class Feed:
+    """Where rows come from: a cache of shards, what it is asked for (markers) and the rows of a step, which name shards
+    by their number among these. stream_reader.Feed is the same for a stream."""
+
+    cache: ShardCache
+    markers: list[Marker]
+    step_rows: Callable[[int], list[Row]]
+
+    def stops_when(self, asked: Callable[[], bool]) -> None:
+        """Rows on disk are not waited for."""
+
+    def advance(self, step: int) -> None:
+        """`step` steps are done. A store on disk has nothing to give up."""
+
+    def close(self, done: bool) -> None:
+        """Nobody waits for this reader."""
+
+
+def open_feed(run: TrainRun, store: ObjectStore, shards: Shards, order: RowOrder, stream: stream_reader.Stream | None,
+              step: int) -> Feed | stream_reader.Feed:  # fmt: skip
+    """Rows from `step` on."""
+    if stream is not None:
+        return stream_reader.Feed(store, stream, order, step)
+    return Feed(ShardCache(store, cache_dir(run), run.store.cache_bytes), shards.train, order.step_rows)
+
+
+def cache_dir(run: TrainRun) -> Path:
+    """Where downloaded shards and the target's files are kept."""
+    return Path(run.store.cache_dir or Path(run.work_dir, "cache"), run.store_name)
+
+
 def training_facts(run: TrainRun, config: DrafterConfig, manifest: dict, shards: Shards) -> dict:
     """What a checkpoint must agree with to be continued."""
     facts = {f"train.{name}": getattr(run.train, name) for name in _FIXED_FIELDS}
@@ -112,13 +153,13 @@ def training_facts(run: TrainRun, config: DrafterConfig, manifest: dict, shards:
     return facts
 
 
-def resume_point(run: TrainRun, facts: dict, world_size: int) -> tuple[Path, dict] | None:
+def resume_point(run: TrainRun, facts: dict) -> tuple[Path, dict] | None:
     """The checkpoint to continue and its state, or None to start anew. Raises UserError for one that does not fit."""
     if run.train.resume == "never":
         return None
     found = find_resumable(output_dir(run))
     if found is not None:
-        check_resumable(found[1], {"world_size": world_size, "zero_stage": run.zero.stage, "facts": facts}, found[0])
+        check_resumable(found[1], facts, found[0])
     return found
 
 
@@ -151,10 +192,10 @@ def load_initial(run: TrainRun, config: DrafterConfig, dtype: torch.dtype | None
     return model
 
 
-def make_objective(run: TrainRun, config: DrafterConfig) -> Objective:
+def make_objective(run: TrainRun, config: DrafterConfig, kernels: Kernels = TORCH) -> Objective:
     train = run.train
     gamma = train.gamma if train.gamma is not None else default_gamma(config.block_size)
-    return Objective(train.loss, gamma, train.dpace_alpha, train.head_chunk_blocks)
+    return Objective(train.loss, gamma, train.dpace_alpha, train.head_chunk_blocks, kernels)
 
 
 # ---------------------------------------------------------------- what it will take
@@ -165,8 +206,8 @@ def num_parameters(config: DrafterConfig) -> int:
 
 
 def checkpoint_bytes(config: DrafterConfig, dtype: str) -> int:
-    """One checkpoint: module and drafter file in the compute dtype, masters and two Adam moments in float32."""
-    return num_parameters(config) * (2 * DTYPES[dtype].itemsize + 12) + 10_000_000
+    """One checkpoint: drafter file in the compute dtype, masters and two Adam moments in float32."""
+    return num_parameters(config) * (DTYPES[dtype].itemsize + 12) + 10_000_000
 
 
 def row_bytes(run: TrainRun, manifest: dict) -> int:

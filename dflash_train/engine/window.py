@@ -15,6 +15,7 @@ from dflash_train.engine.agree import together
 from dflash_train.engine.zero import ZeroEngine
 from dflash_train.records import Blocks, DraftBatch, TargetHead
 from dflash_train.store.order import Row
+from dflash_train.store.stream import StopAsked
 from dflash_train.util import dist
 from dflash_train.util.errors import UserError
 
@@ -50,12 +51,16 @@ def next_window(
     batches: Iterator[tuple[list[Row], DraftBatch]], accumulation: int, config: DrafterConfig, objective: Objective,
     *, num_anchors: int, seed: int, device: torch.device, elapsed_s: float, stop: bool,
 ) -> Window:  # fmt: skip
-    """Take `accumulation` micro-batches. A collective: a rank that cannot read its rows makes every rank raise."""
+    """Take `accumulation` micro-batches. A collective: a rank that cannot read its rows makes every rank raise, one
+    that is asked to stop while it waits for them makes every rank stop."""
     parts = []
     with together(device):
-        for _ in range(accumulation):
-            rows, batch = next(batches)
-            parts.append((batch, draw_blocks(rows, batch, config, num_anchors, seed)))
+        try:
+            for _ in range(accumulation):
+                rows, batch = next(batches)
+                parts.append((batch, draw_blocks(rows, batch, config, num_anchors, seed)))
+        except StopAsked:
+            parts, stop = [], True
     sums = dist.all_reduce_sum([
         sum(window_denominator(blocks, objective) for _, blocks in parts),
         sum(int(blocks.valid.sum()) for _, blocks in parts),

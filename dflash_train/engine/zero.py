@@ -9,12 +9,14 @@ import logging
 import os
 import socket
 import warnings
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from dflash_train.config import TrainConfig, ZeroConfig
-from dflash_train.engine.agree import raise_everywhere, writing
+from dflash_train.engine.masters import Masters
+from dflash_train.engine.state_files import read_state, write_state
 from dflash_train.util import dist
 from dflash_train.util.errors import UserError
 
@@ -103,11 +105,7 @@ class ZeroEngine:
         )  # fmt: skip
         config = deepspeed_config(train, zero, accumulation)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        self.engine.checkpoint_engine.load = _load_plain_tensors
-        self._write_error: UserError | None = None
-        self._write_part = self.engine.checkpoint_engine.save
-        self.engine.checkpoint_engine.save = self._try_to_write
-        self.engine._copy_recovery_script = lambda folder: None  # converters, which unpickle
+        self.masters = Masters(self.optimizer, self.engine.module, device)
         self._world = dist.world_size()
         self.num_forwards = 0
 
@@ -154,32 +152,17 @@ class ZeroEngine:
                     out[name] = parameter.detach().to("cpu", copy=True)
         return out
 
-    def save(self, folder: str, tag: str) -> None:
-        """DeepSpeed's own files under folder/tag, one part a rank. A collective: where one rank cannot write its part,
-        every rank raises UserError naming that rank and the file, and the folder is of no use."""
-        self._write_error = None
-        self.engine.save_checkpoint(folder, tag=tag, save_latest=False)
-        raise_everywhere(self._write_error, self.device)
+    def save(self, folder: Path) -> int:
+        """Masters and moments into `folder`; returns the steps that the optimizer has taken, for `load`. A collective:
+        where rank 0 cannot write, every rank raises UserError naming it and the file, and the folder is of no use."""
+        write_state(folder, self.masters, self._kinds())
+        return self.masters.num_steps
 
-    def _try_to_write(self, state_dict: dict, path: str) -> None:
-        """Write one file; a failure is told after DeepSpeed's barriers, or the other ranks would wait in them."""
-        try:
-            with writing(path):
-                self._write_part(state_dict, path)
-        except UserError as error:
-            self._write_error = self._write_error or error
+    def load(self, folder: Path, num_steps: int) -> None:
+        """What `save` wrote, by any number of ranks at any stage. A collective."""
+        read_state(folder, self.masters, self._kinds())
+        self.masters.num_steps = num_steps
+        self.masters.refresh()
 
-    def load(self, folder: str, tag: str) -> None:
-        path, _ = self.engine.load_checkpoint(folder, tag=tag)
-        if path is None:
-            raise UserError(f"{folder}/{tag}", got="DeepSpeed found no checkpoint of this engine", want="its files")
-
-
-def _load_plain_tensors(path: str, map_location=None):
-    """DeepSpeed's own files, without the right to run code: tensors, plain containers and DeepSpeed's scaler state."""
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]):
-        return torch.load(path, map_location=map_location, weights_only=True)
+    def _kinds(self) -> dict[str, list[Tensor]]:
+        return {"master": self.masters.flats, **self.masters.moments()}

@@ -135,30 +135,39 @@ def zero_states(parameters: int, stage: int, world: int, item: int, *, offload: 
     return States(weights, summed + passing, masters, step=summed if stage == 2 else 0)
 
 
-def activation_bytes(drafter: DrafterConfig, row_tokens: int, num_anchors: int, item: int) -> int:
+def activation_bytes(drafter: DrafterConfig, row_tokens: int, num_anchors: int, item: int, *, fused: bool = False,
+                     checkpointing: bool = False) -> int:  # fmt: skip
     """What one packed row keeps for the backward pass, with fused norms (their float32 scale is left out).
 
     A layer keeps per slot: both residuals and both normed ones; q before its norm and as attention reads it, the output
-    as heads and as rows; k before its norm; gate, its activation, up and the product. Over slots and context: keys and
-    values as attention reads them; per context row k before its norm. Once: captured rows, their projection and its
-    norm; the last residual, the hidden rows and their gradient. 10.0 GB for 512 blocks of 16 on Qwen3.6-27B."""
+    as heads and as rows; k before its norm; gate, its activation (but for the fused kernels), up and the product. Over
+    slots and context: keys and values as attention reads them; per context row k before its norm. Once: captured rows,
+    their projection and its norm; the last residual, the hidden rows and their gradient. With checkpointing one layer
+    is whole at a time, and the others keep their input and what they read of the context. For 512 blocks of 16 on
+    Qwen3.6-27B: 10.0 GB, fused 8.6, checkpointing too 2.6."""
     width, heads, kv = (
         drafter.hidden_size,
         drafter.num_heads * drafter.head_dim,
         drafter.num_kv_heads * drafter.head_dim,
     )
     slots = num_anchors * drafter.block_size
-    per_slot = 4 * width + 4 * heads + kv + 4 * drafter.intermediate_size
+    per_slot = 4 * width + 4 * heads + kv + (3 if fused else 4) * drafter.intermediate_size
     layer = slots * per_slot + (slots + row_tokens) * 2 * kv + row_tokens * kv
     taps = len(drafter.target_layer_ids) * drafter.target_hidden_size
     once = row_tokens * (taps + 2 * width) + slots * 3 * width
+    if checkpointing:
+        return (layer + (drafter.num_layers - 1) * (slots * width + row_tokens * 3 * kv) + once) * item
     return (drafter.num_layers * layer + once) * item
 
 
-def logits_chunk_bytes(drafter: DrafterConfig, chunk_blocks: int, item: int, kl: bool = False) -> int:
-    """Peak inside one chunk of the loss: logits, float32 log-probabilities that become the gradient in place, and that
-    gradient in the head's dtype; kl adds the teacher's logits, log-probabilities and their product."""
+def logits_chunk_bytes(drafter: DrafterConfig, chunk_blocks: int, item: int, kl: bool = False, *,
+                       fused: bool = False) -> int:  # fmt: skip
+    """Peak inside one chunk of the loss: logits, float32 probabilities that become the gradient in place, and that
+    gradient in the head's dtype; kl adds the teacher's logits, log-probabilities and their product. The fused kernels
+    need the logits alone, and the teacher's."""
     elements = chunk_blocks * (drafter.block_size - 1) * drafter.vocab_size
+    if fused:
+        return elements * item * (2 if kl else 1)
     return elements * (2 * item + 4 + (item + 12 if kl else 0))
 
 
@@ -197,11 +206,12 @@ def training_parts(drafter: DrafterConfig, train: TrainConfig, stage: int, world
     parameters = all_drafter_parameters(drafter)
     bucket = REDUCE_BUCKET if on_gpu else min(parameters, REDUCE_BUCKET)
     states = zero_states(parameters, stage, world, item, offload=offload, bucket=bucket)
-    dense = not on_gpu or train.attention == "sdpa"
-    rows = activation_bytes(drafter, train.row_tokens, train.num_anchors, item)
+    dense, fused = not on_gpu or train.attention == "sdpa", on_gpu and train.kernels != "torch"
+    rows = activation_bytes(drafter, train.row_tokens, train.num_anchors, item, fused=fused,
+                            checkpointing=train.activation_checkpointing)  # fmt: skip
     rows = train.micro_batch * (rows + mask_bytes(drafter, train.row_tokens, train.num_anchors, dense))
     chunk_blocks = min(train.head_chunk_blocks, train.micro_batch * train.num_anchors)
-    logits = logits_chunk_bytes(drafter, chunk_blocks, item, train.loss == "kl")
+    logits = logits_chunk_bytes(drafter, chunk_blocks, item, train.loss == "kl", fused=fused)
     backward = train.micro_batch * backward_bytes(drafter, train.num_anchors, item)
     return {
         "weights": head_bytes(drafter, tied, item), "drafter": states.weights + states.gradients,

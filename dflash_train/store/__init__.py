@@ -7,4 +7,5 @@ STORES maps `store.kind` to the module that has it: each exports `Options` (a da
 STORES = {
     "local": "dflash_train.store.local",
     "s3": "dflash_train.store.s3",
+    "stream": "dflash_train.store.stream",
 }

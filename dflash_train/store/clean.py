@@ -16,7 +16,7 @@ from dflash_train.util.errors import UserError
 from dflash_train.util.io import human_bytes
 from dflash_train.util.log import say, table
 
-OWN_FOLDERS = ("catalog", "claims", "hosts", "target")
+OWN_FOLDERS = ("catalog", "claims", "hosts", "target", "ring", "stream")
 """Besides shards and markers; whatever lies in them was written by extract."""
 SHOWN = 10
 

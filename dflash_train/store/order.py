@@ -52,6 +52,11 @@ def check_lengths(markers: Sequence[Marker], lengths: list[list[int]], row_token
     return len(over)
 
 
+def shard_order(shard_ids: Sequence[str], seed: int, epoch: int) -> list[int]:
+    """In which order an epoch's windows take the shards: their indices."""
+    return sorted(range(len(shard_ids)), key=lambda i: stable_hash("shard", seed, epoch, shard_ids[i]))
+
+
 def epoch_plan(
     shard_ids: Sequence[str], lengths: Sequence[Sequence[int]], *, seed: int, epoch: int, row_tokens: int,
     window_shards: int = WINDOW_SHARDS,
@@ -61,7 +66,7 @@ def epoch_plan(
     lengths[i][j] is the length of sample j of shard shard_ids[i].
     """
     rng = random.Random(stable_hash("order", seed, epoch, row_tokens))
-    order = sorted(range(len(shard_ids)), key=lambda i: stable_hash("shard", seed, epoch, shard_ids[i]))
+    order = shard_order(shard_ids, seed, epoch)
     rows, open_rows = [], []  # open row: [free tokens, samples, start of the window that opened it]
     for start in range(0, len(order), window_shards):
         samples = [(i, j) for i in order[start : start + window_shards] for j in range(len(lengths[i]))]
