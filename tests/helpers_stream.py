@@ -166,10 +166,10 @@ except UserError as error:
 
 def extraction(folder: str, kind: str = "stream", max_bytes: str = "2000000", wait_s: str = "60", workers: str = "0",
                samples: str = "130") -> ExtractRun:  # fmt: skip
-    """Extraction of the tiny target for helpers_train's runs: some three samples a shard, eight of them held out."""
+    """Extraction of the tiny target for helpers_train's runs: one or two samples a shard, eight of them held out."""
     run = make_run(Path(folder))
     run.data.name, run.extract.num_workers = "demo", int(workers)
-    run.store = StoreConfig(kind=kind, root=f"{folder}/store", dtype="float32", shard_bytes=160 * 517, options={
+    run.store = StoreConfig(kind=kind, root=f"{folder}/store", dtype="float32", shard_bytes=80 * 517, options={
         "wait_s": float(wait_s), "heldout_samples": 8} if kind == "stream" else {},
         max_bytes=int(max_bytes) if kind == "stream" else None, staging_dir=f"{folder}/staging")  # fmt: skip
     rng = random.Random(5)
